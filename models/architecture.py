@@ -49,7 +49,7 @@ NORMS = {  # names of a layer's norms: before and after attention, before and af
 
 @dataclass(frozen=True)
 class Decoder:
-    """Architecture from config.json and settings of its computation; hashable, so itself the static argument of jit.
+    """Architecture from config.json and settings of its computation; hashable, so it can be a static argument of jit.
 
     models/families.py has the values of each family.
     """
@@ -67,35 +67,35 @@ class Decoder:
     tie_word_embeddings: bool = True
     family: str = "Qwen3ForCausalLM"  # name of the class in transformers
     qkv_bias: bool = False  # Qwen2
-    qk_norm: str = "head"  # of queries and keys: of each head (Qwen3), of the projection (OLMo 3), or none
+    qk_norm: str = "head"  # norm of queries and keys: head (Qwen3), projection (OLMo 3), or none
     norms: str = "pre"  # a row of NORMS
     norm_offset: float = 0.0  # added to the gains of norms
     hidden_act: str = "silu"
-    scale_embeddings: bool = False  # by the root of the width (Gemma)
-    attention_scale: float = 0.0  # of the products of queries and keys; 0: one over the root of the channels
+    scale_embeddings: bool = False  # multiplied by the root of the width (Gemma)
+    attention_scale: float = 0.0  # factor of the products of queries and keys; 0: one over the root of the channels
     rope_scaling: Scaling | None = None
-    local_rope_theta: float = 0.0  # of layers with a window, which are not scaled; 0: as the others
+    local_rope_theta: float = 0.0  # for layers with a window, which are not scaled; 0: as in the others
     layer_types: tuple[str, ...] = ()  # kind of each layer; empty: full attention
     sliding_window: int = 0  # tokens that a token of a sliding_attention layer sees, itself included
-    num_experts: int = 0  # of each layer, in place of an MLP; 0: there is an MLP
+    num_experts: int = 0  # experts of each layer, instead of an MLP; 0: an MLP
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # width of an expert
     norm_topk_prob: bool = False  # the weights of a token's experts have sum 1
-    output_gate: bool = False  # of the outputs of attention, which the projection of queries makes too (Qwen3.5)
+    output_gate: bool = False  # gates the outputs of attention; the projection of queries computes it too (Qwen3.5)
     partial_rotary_factor: float = 1.0  # share of the channels of a head that is rotated
     delta: DeltaShape | None = None  # sizes of linear_attention layers
-    dtype: str = "float32"  # of the matmuls; parameters stay as they were loaded
+    dtype: str = "float32"  # dtype of the matmuls; parameters stay as they were loaded
     remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
     unroll: bool | None = None  # layers of the training pass as straight code; None: see `is_unrolled`
     attention: str = "auto"  # auto | plain: kernel for training rows
-    kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
-    lora_rank: int = 0  # of the adapters that are trained: see models/lora.py; 0: all parameters are
+    kv_dtype: str = ""  # dtype of the cache: int8, or empty for that of the matmuls
+    lora_rank: int = 0  # rank of the trained adapters: see models/lora.py; 0: all parameters are trained
     lora_alpha: float = 32.0
     adapts_experts: bool = True
-    base_dtype: str = ""  # of the matrices below adapters: int8, or empty for that of the matmuls
-    merges_adapters: bool = False  # for sampling, into a copy of their base
-    has_images: bool = field(default=False, compare=False)  # the model's file does, whose names saved adapters have
-    mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels
+    base_dtype: str = ""  # dtype of the matrices below adapters: int8, or empty for that of the matmuls
+    merges_adapters: bool = False  # for sampling, adapters are added to a copy of their base
+    has_images: bool = field(default=False, compare=False)  # in the model's file; saved adapters keep its names
+    mesh: Mesh | None = None  # mesh of the kernels that XLA cannot partition by itself; None: no kernels
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Decoder:
 
     @property
     def num_positions(self) -> int:
-        """Tokens that a row may have: those of config.json, or more by a scaling that they do not count."""
+        """Most tokens of a row: the number in config.json, or more by a scaling that this number leaves out."""
         scaling = self.rope_scaling
         is_counted = scaling is None or scaling.rope_type == "llama3" or self.family == "Gemma3ForCausalLM"
         scaled = 0 if is_counted else int(scaling.factor * scaling.original_max_position_embeddings)
@@ -220,7 +220,7 @@ class Decoder:
         }
 
     def weights_table(self) -> dict[str, Spec | list[LayerTable]]:
-        """Returns the table of what `decode_weights` makes: layers as a list, their matrices transposed."""
+        """Returns the table of the arrays of `decode_weights`: layers as a list, their matrices transposed."""
         layers = []
         for kind in self.kinds:
             layer = {}
@@ -245,7 +245,7 @@ class Decoder:
     def is_unrolled(self) -> bool:
         """True if layers of the training pass are straight code: small models on a CPU take a sixth less time for it.
 
-        Deep models would take long to compile, and so would the tiny ones of tests, which never earn it back.
+        Deep models would take long to compile. So would the tiny models of tests, whose runs are too short to gain.
         """
         if self.unroll is not None:
             return self.unroll
@@ -270,7 +270,7 @@ class Decoder:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Parameters that each token is multiplied by: without other tokens' experts and an untied embedding.
+        """Parameters that each token is multiplied by, without other tokens' experts and an untied embedding.
 
         Norms, which are few, are counted.
         """

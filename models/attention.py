@@ -31,7 +31,7 @@ class QuantizedKV(NamedTuple):
 class View(NamedTuple):
     """Settings of the attention of a layer."""
 
-    scale: float  # of the products of queries and keys
+    scale: float  # factor of the products of queries and keys
     window: int = 0  # tokens that a token sees, itself included; 0: all
 
 
@@ -39,7 +39,7 @@ RowHeads = Float[Array, "B T H C"]
 KeyHeads = Float[Array, "B S K C"]
 NewHeads = Float[Array, "B T K C"]
 CachedHeads = Float[Array, "B K S C"]
-CachePositions = Int[Array, "*B"]  # of the first new token: one for all rows, or one for each
+CachePositions = Int[Array, "*B"]  # position of the first new token: one for all rows, or one for each
 LayerCache = tuple[CachedHeads | QuantizedKV, CachedHeads | QuantizedKV]  # keys and values
 PromptHeads = Float[Array, "N K P C"]
 PromptCache = tuple[PromptHeads | QuantizedKV, PromptHeads | QuantizedKV]  # rows of a group share one
@@ -130,7 +130,7 @@ def plain_attention(
 
 
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels: int, num_key_heads: int) -> str:
-    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, else plain.
+    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, plain elsewhere.
 
     cuDNN's needs Ampere or later, bfloat16 and heads of at most 128 channels; splash needs heads of 128 channels.
     """
@@ -196,7 +196,7 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = 
 
 
 KERNELS = {"cudnn": cudnn, "splash": splash}
-SKIPPING = ("cudnn",)  # those that compute no padding
+SKIPPING = ("cudnn",)  # kernels that compute no padding
 
 
 def quantize_kv(heads: CachedHeads, kv_dtype: str) -> CachedHeads | QuantizedKV:
@@ -239,7 +239,7 @@ def from_cache(heads: CachedHeads | QuantizedKV, dtype: DTypeLike) -> KeyHeads:
 def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: CachePositions, kv_dtype: str) -> LayerCache:
     """Writes the keys and values of new tokens into the cache, from `columns` on; those beyond it are dropped.
 
-    Where all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
+    If all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
     """
 
     def write(old: Array, new: Array) -> Array:
@@ -286,7 +286,7 @@ def decode_attention(
 
     Returns the cache with the new tokens in it, from `columns` on; what it held from there on is masked.
     B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them; it occupies columns
-    [starts, ends). With one prompt a row, that is whatever came before the cache: the pages of models/pages.py.
+    [starts, ends). With one prompt for each row, the prompt is all before the cache: the pages of models/pages.py.
     """
     cache = write_cache(cache, k, v, columns, kv_dtype)
     keys, key_scale = dequantize_kv(cache[0], q.dtype)

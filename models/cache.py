@@ -15,7 +15,7 @@ from models.deltanet import RecurrentState
 from models.names import Array
 from utils.devices.sharding import Layout, on_each
 
-Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
+Cache = PyTree[Array]  # for each layer keys and values, or a state: see models/attention.py, models/deltanet.py
 
 
 def resize_cache(layout: Layout, caches: Cache, source: Int[np.ndarray, "S"], width: int) -> Cache:
@@ -32,8 +32,8 @@ def resize_cache(layout: Layout, caches: Cache, source: Int[np.ndarray, "S"], wi
 def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
     """Computes `resize_cache` on devices.
 
-    `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
-    number. A gather over all devices would make caches whole on each.
+    `source` counts over all shards, which are equal. A slot's row is in its own shard, and the remainder is its number
+    there. A gather over all devices would make caches whole on each.
     """
 
     def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:

@@ -60,7 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
-ROWS_AT_ONCE = 1 << 12  # of a vocabulary
+ROWS_AT_ONCE = 1 << 12  # rows of a vocabulary
 Index = tuple[slice, ...]
 Read = Callable[[np.dtype, str, Index], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
@@ -72,8 +72,8 @@ class ModelFolder(NamedTuple):
     model: Decoder
     tokenizer: Tokenizer
     read: Read  # slices of tensors by name
-    dtype: str  # of the parameters
-    adapters: AdapterConfig | None  # of adapters over it
+    dtype: str  # dtype of the parameters
+    adapters: AdapterConfig | None  # settings of adapters over the model
 
 
 def open_model(
@@ -235,7 +235,7 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
             f"{name} is a run folder without a model, since it has no step20/ or the like: continue the run by its "
             f"command (run.command in {name}/config.json), which writes a model when it is stopped or ends"
         )
-    return [(name, folder)]  # the loader raises for what is missing in it
+    return [(name, folder)]  # the loader raises if something is missing in it
 
 
 def resolve_model_dir(name: str) -> str:
@@ -296,7 +296,7 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
             readers |= {name: opened.get_slice(stored) for name, stored in names.items() if name}
         except SafetensorError as error:
             raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
-    head = readers.pop(HEAD, None) if model.tie_word_embeddings else None  # some writers store the tied weight twice
+    head = readers.pop(HEAD, None) if model.tie_word_embeddings else None  # some programs write the tied weight twice
     if head is not None:
         readers.setdefault(EMBED, head)  # or under this name only
     expected = tensor_shapes(model)
@@ -356,7 +356,7 @@ def load_params(source: ModelFolder, layout: Layout | None) -> Params:
 
 
 def load_base(source: ModelFolder, layout: Layout) -> Weights:
-    """Loads weights as `decode_weights` makes them, without a copy of the parameters on the way.
+    """Loads weights in the form of `decode_weights`, without a copy of the parameters on the way.
 
     Raises: UserError for a tensor with NaN or infinity.
     """
@@ -468,7 +468,7 @@ def save_model(
         is_on_host = all(isinstance(x, np.ndarray) for x in params[LAYERS].values())
         return (take_layer.__wrapped__ if is_on_host else take_layer)(params[LAYERS], rows)
 
-    @lru_cache(maxsize=1)  # of experts, which are read one after the other
+    @lru_cache(maxsize=1)  # for experts, which are read one after the other
     def read_array(layer: int, name: str) -> np.ndarray:
         return np.asarray(fetch(read_layer(layer)[name]))
 

@@ -1,4 +1,4 @@
-"""Conversations with written replies as token ids: those that the policy would have read, and drawn, had it said so."""
+"""Conversations with written replies as token ids: the ids that the policy would have read and sampled."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns, unu
 from utils.settings.errors import UserError
 
 THINK, THINK_END = "<think>", "</think>"
-BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # of thinking, or its beginning
+BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # block of thinking, or its beginning
 THOUGHTS = re.compile(f"(?:{BLOCK})\n*", re.DOTALL), re.compile(f"\n*(?:{BLOCK})", re.DOTALL)
 
 
@@ -37,10 +37,10 @@ class Conversation:
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], train_on: str, tools: Sequence[Tool] = ()
 ) -> Conversation:
-    """Returns a conversation whose replies, "all" or the "last", are trained on, but for those of weight 0.
+    """Returns a conversation whose replies, "all" or the "last", are trained on, except replies of weight 0.
 
-    Each reply stands behind the prompt that a sampler would draw it from. All is encoded as one text, which is what the
-    chat template writes, but for thinking that it drops.
+    Each reply stands behind the prompt that a sampler would use. All is encoded as one text: the text of the chat
+    template, with the thinking that the template drops.
 
     Raises: UserError as `Tokenizer.write`; if the chat template cannot be continued behind a reply, or opens a block
     of thinking that a reply does not close.
@@ -106,14 +106,14 @@ def open_turn(
     num_heard: int,
     tools: Sequence[Schema],
 ) -> str:
-    """Returns a text with what the chat template writes behind it, up to the last of the messages, a reply.
+    """Returns a text, continued by the chat template up to the last of the messages, a reply.
 
-    `opening`: what it writes up to there of the messages alone.
+    `opening`: the template's text up to that place for these messages alone.
     """
     *before, reply = messages
     if opening.startswith(text):
         return opening
-    # The template drops thinking from a reply when messages follow it: what follows is read off another reply.
+    # The template drops thinking from a reply when messages follow: the text behind it is found with another reply.
     heard = before[len(before) - num_heard :]
     *past, last = before[: len(before) - num_heard]
     mark = unused_mark(text + opening)
@@ -131,7 +131,7 @@ def open_turn(
 def write_reply(
     tokenizer: Tokenizer, opened: str, opening: str, messages: Sequence[Message], tools: Sequence[Schema]
 ) -> str:
-    """Returns an opened turn with what the chat template writes of the last of the messages: see `open_turn`."""
+    """Returns an opened turn, continued by the chat template's text of the last message: see `open_turn`."""
     *before, reply = messages
     thinking, content = thinks(reply), content_of(reply)
     closed = tokenizer.render(messages, thinking, is_open=False, tools=tools)
@@ -143,7 +143,7 @@ def write_reply(
             f"the model's chat template begins a written reply differently from a sampled one{where}: choose another "
             "model or template"
         )
-    # The template writes thinking before a reply that is drawn, or leaves it out of one that is written.
+    # The template writes thinking before a sampled reply, or leaves it out of a written one.
     framed = tokenizer.render([*before, {**reply, "content": TURN}], thinking, is_open=False, tools=tools)
     head, found, tail = framed.rpartition(TURN)
     if not (found and closed.startswith(head) and closed.endswith(tail)):
@@ -188,7 +188,7 @@ def without_opening(tokenizer: Tokenizer, reply: str, thinking: bool) -> str:
 
 @lru_cache(maxsize=64)
 def generation_prompt(tokenizer: Tokenizer, thinking: bool) -> str:
-    """Returns what the chat template writes between a message and a reply; empty without a template."""
+    """Returns the chat template's text between a message and a reply; empty without a template."""
     if not tokenizer.has_template:
         return ""
     return tokenizer.render([{"role": "user", "content": CONTENT}], thinking).rpartition(CONTENT)[2]
@@ -216,7 +216,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 def encode_rows(
     tokenizer: Tokenizer, name: str, rows: Iterable[Sequence[Message]], train_on: str, max_length: int, long_rows: str
 ) -> tuple[list[Conversation], str]:
-    """Returns conversations of at most `max_length` tokens, and in words what was done about longer ones.
+    """Returns conversations of at most `max_length` tokens, and a note on longer ones.
 
     Raises: UserError for a longer one if `long_rows` is "error", and as `encode_conversation`, with its number.
     """

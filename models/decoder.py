@@ -1,4 +1,4 @@
-"""A decoder as functions over a pytree of arrays: one for all families, which differ in fields and in kinds of layers.
+"""A decoder as functions over a pytree of arrays, for all families: these differ in fields and in kinds of layers.
 
 Parameters keep their Hugging Face names and [out, in] layout; the arrays of layers are stacked under "model.layers",
 each over the layers that have it. Tied models have no "lm_head.weight": one parameter, one tensor.
@@ -79,9 +79,9 @@ Heads = Float[Array, "B T H C"]
 Layers = LayerParams | list[LayerParams]  # stacked, or one by one
 Kept = LayerCache | RecurrentState | QuantizedKV | Float[Array, "n p heads C"]  # the last two: pools of models/pages.py
 Mixed = tuple[Hidden, Kept | None]
-Mixer = Callable[[LayerParams, Hidden], Mixed]  # of tokens: the output, and what the layer keeps for later tokens
-Attention = Callable[..., Mixed]  # of queries, keys and values
-Routes = Int[Array, "B T L k"]  # of all layers: see Route; k is 0 without experts
+Mixer = Callable[[LayerParams, Hidden], Mixed]  # mixes tokens: its output, and what the layer keeps for later tokens
+Attention = Callable[..., Mixed]  # computes attention of queries, keys and values
+Routes = Int[Array, "B T L k"]  # experts in all layers: see Route; k is 0 without experts
 
 
 def init_params(model: Decoder, key: Key) -> Params:
@@ -228,7 +228,7 @@ def gated_deltanet(
 def decoder_layer(
     model: Decoder, layer: LayerParams, x: Hidden, mixer: Mixer, recorded: Route | None = None
 ) -> tuple[Hidden, Kept | None, Int[Array, "B t k"]]:
-    """Computes one decoder layer: a mixer of tokens, then an MLP or a mixture of experts, recorded or free to choose.
+    """Computes one decoder layer: a mixer of tokens, then an MLP or experts, recorded ones or those of the router.
 
     Returns the output, what the mixer keeps for later tokens, and the experts of each token.
     """
@@ -257,7 +257,7 @@ def mlp(model: Decoder, layer: LayerParams, x: Hidden) -> Hidden:
 
 
 def expert_mlp(model: Decoder, layer: LayerParams, x: Hidden, recorded: Route | None) -> tuple[Hidden, Route]:
-    """Computes the mixture of experts of a layer; also returns the experts of each token."""
+    """Computes the experts of a layer; also returns the numbers of each token's experts."""
     logits = linear(layer, "mlp.gate", x)
     routing = choose_experts(logits, model.num_experts_per_tok, model.norm_topk_prob, recorded)
     experts = read_experts(layer, x.dtype)
@@ -338,7 +338,7 @@ def forward(
 
 
 def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[Params | Weights, PyTree]:
-    """Returns some of the weights for `on_each`, and the shapes and axes by which they are cut; None: they are not."""
+    """Returns some of the weights for `on_each`, and their shapes and axes if they are sharded, or None."""
     weights = {name: params[name] for name in names}
     if isinstance(params[LAYERS], list):  # below adapters
         return weights, None
@@ -384,7 +384,7 @@ def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs)
 
 
 def gather_layer(model: Decoder, layers: Layers, i: int) -> LayerParams:
-    """Returns the arrays of a layer, those that fsdp cuts gathered."""
+    """Returns the arrays of a layer; arrays that fsdp shards are gathered."""
     layer = select_layer(model, layers, i)
     if isinstance(layers, list):
         return layer
@@ -524,7 +524,7 @@ def prompt_attention(
 ) -> tuple[Hidden, LayerCache]:
     """Computes attention of left-padded rows in a layer of this kind, over what the cache holds of them."""
     cache = to_cache(k, v, model.kv_dtype)
-    if model.kv_dtype:  # else what is drawn would depend on how much of a prompt is computed at once
+    if model.kv_dtype:  # otherwise samples would depend on how much of a prompt is computed at once
         k, v = (from_cache(heads, q.dtype) for heads in cache)
     return plain_attention(q, k, v, view_of(model, kind), is_token), cache
 
@@ -544,7 +544,7 @@ def decode(
     starts: Int[Array, "N"],
     is_token: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
-    """Computes logits after the last of some more tokens per row, which are written to its cache from `columns` on.
+    """Computes logits after the last of some new tokens per row, which are written to the cache from `columns` on.
 
     B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
     Other results as `decode_states`.
@@ -570,10 +570,10 @@ def decode_states(
     is_token: Bool[Array, "B T"] | None = None,
     routes: Routes | None = None,
 ) -> tuple[Hidden, list[Kept], Routes]:
-    """Computes hidden states, before the final norm, of some more tokens per row; `positions`: of the first of each.
+    """Computes hidden states, before the final norm, of some new tokens per row; `positions`: of each row's first.
 
     `attention(q, k, v, before, cache, view)` reads what is `before` and changes the cache. Also returns the tokens'
-    experts; those in `routes` are taken if they are recorded. Padding on the right (`is_token` False) leaves states as
+    experts: the recorded ones of `routes`, if there are any. Padding on the right (`is_token` False) leaves states as
     they are.
     """
     x = embed(model, weights, tokens)
@@ -601,17 +601,17 @@ def prompt_columns(prompts: list[PromptCache | None]) -> int:
 def scored_hidden(
     model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing | None = None
 ) -> Hidden:
-    """Computes the normed state that each scored token was drawn from, in the token's column; 0 elsewhere."""
+    """Computes the normed state that each scored token was sampled from, in the token's column; 0 elsewhere."""
     hidden = scored_states(forward(model, params, tokens, packing=packing), packing)
     return scores_of_columns(rms_norm(model, hidden, params[NORM]), packing)
 
 
-LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
+LOGIT_ELEMENTS = 1 << 27  # logits at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
 
 
 class ScoreInputs(NamedTuple):
-    """Rows to score: what layers need, the tokens to score, the ids that could be drawn there, and extras of each."""
+    """Rows to score: inputs of layers, the tokens to score, the ids that could be sampled there, and extras of each."""
 
     layers: LayerInputs
     targets: Int[Array, "B T"]
@@ -620,7 +620,7 @@ class ScoreInputs(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """Columns to score: the hidden state before each token, the token, ids that could be drawn there, and extras."""
+    """Columns to score: the hidden state before each token, the token, ids that could be sampled there, and extras."""
 
     hidden: Hidden
     targets: Int[Array, "B T"]
@@ -638,12 +638,12 @@ def score_tokens(
     packing: Packing | None = None,
     extras: Extras | None = None,
 ) -> TokenScores:
-    """Computes the scores of all tokens under the distribution that was sampled from.
+    """Computes log-probabilities and other scores of all tokens under the distribution that was sampled from.
 
-    The one place where next-token logits are shifted. `support` holds the ids that could be drawn for each token; None:
-    all. `routes` holds the experts by which it was drawn, which are those of the token before it; None: routers are
-    free to choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution,
-    those of rows are repeated for it.
+    The one place where next-token logits are shifted. `support` holds the ids that could be sampled for each token;
+    None: all. `routes` holds the experts that computed its logits, which are those of the token before it; None:
+    routers choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution;
+    extras of rows are repeated for their tokens.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
@@ -689,7 +689,7 @@ def score_in_chunks(
 ) -> TokenScores:
     """Returns the scores of columns, from the logits of LOGIT_ELEMENTS at a time.
 
-    Of the columns behind the first `num_scored` of all rows no logits are made; None: all are scored.
+    No logits are made of the columns behind the first `num_scored` of all rows; None: all are scored.
     """
     name = head_name(model)
     whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
@@ -728,7 +728,7 @@ def score_in_chunks(
 def score_chunk(
     model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
 ) -> TokenScores:
-    """Returns the scores of columns, from the logits of all of them at once, and a teacher's of its own states."""
+    """Returns the scores of columns, from the logits of all of them at once; a teacher's are of its own states."""
     logits, extras = head(model, weights, chunk.hidden), chunk.extras
     if TEACHER in weights:
         extras = extras | {TEACHER: project(weights[TEACHER], extras[TEACHER])}
@@ -749,4 +749,4 @@ def state_values(
     """Computes float32 values of the states that end with each token, in the order of the packing if there is one."""
     hidden = forward(model, critic, tokens, packing=packing).astype(jnp.float32)
     hidden = rms_norm(model, hidden, critic[NORM])
-    return jnp.matmul(hidden, critic[VALUE_HEAD][0], precision="highest")  # else in bfloat16 on TPU, and in TF32
+    return jnp.matmul(hidden, critic[VALUE_HEAD][0], precision="highest")  # the default is bfloat16 on TPU, and TF32

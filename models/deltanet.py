@@ -5,7 +5,7 @@ write strength beta makes S := exp(g) S, then S := S + beta k (v - S^T k)^T, and
 Source: arXiv 2412.06464; constants as in transformers, models/qwen3_5/modeling_qwen3_5.py.
 
 Letters: B rows, T tokens of a row, H value heads, J key heads, C channels of a key, E channels of a value, F channels
-of the convolution, W earlier tokens that it sees, n chunks of s tokens.
+of the convolution, W earlier tokens that it reads, n chunks of s tokens.
 """
 
 from typing import NamedTuple
@@ -30,10 +30,10 @@ class DeltaShape(NamedTuple):
     """Sizes of a Gated DeltaNet layer."""
 
     num_key_heads: int
-    num_value_heads: int  # a multiple: adjacent ones share a key head
+    num_value_heads: int  # a multiple of the key heads: adjacent ones share one
     key_channels: int
     value_channels: int
-    kernel: int  # tokens that the convolution sees
+    kernel: int  # tokens that the convolution reads
 
     @property
     def key_width(self) -> int:
@@ -57,7 +57,7 @@ class DeltaShape(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """State of a layer behind the last token of each row, in the place of a cache of keys and values."""
+    """State of a layer behind the last token of each row, instead of a cache of keys and values."""
 
     columns: Float[Array, "B W F"]  # inputs of the convolution: those of the last tokens
     memory: Memory  # float32
@@ -78,10 +78,10 @@ class Chunks(NamedTuple):
 
     q: Float[Array, "n B H s C"]  # decayed since the chunk began
     k: Float[Array, "n B H s C"]  # decayed until the chunk ends
-    scores: Float[Array, "n B H s s"]  # of queries with keys of the chunk
-    values: Float[Array, "n B H s E"]  # that are written if the memory before the chunk is empty
+    scores: Float[Array, "n B H s s"]  # products of queries with keys of the chunk
+    values: Float[Array, "n B H s E"]  # values that are written if the memory before the chunk is empty
     reads: Float[Array, "n B H s C"]  # keys by which earlier memory is subtracted from the values
-    decay: Float[Array, "n B H"]  # of the memory, by the whole chunk
+    decay: Float[Array, "n B H"]  # decay of the memory by the whole chunk
 
 
 def init_state(shape: DeltaShape, num_rows: int, dtype: DTypeLike) -> RecurrentState:

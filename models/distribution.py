@@ -1,4 +1,4 @@
-"""The distribution over next tokens that is sampled and trained: drawing from it, and scoring under it, in float32.
+"""The distribution over next tokens that is sampled and trained: samples and log-probabilities, in float32.
 
 Letters: *R rows (of a batch, or rows and columns), V vocabulary, S ids of a truncated distribution.
 """
@@ -18,24 +18,24 @@ from utils.threefry import threefry
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 Logits = Float[Array, "*R V"]
 Uniforms = Float[Array, "*R 2"]
-Ids = Int[Array, "*R"]  # of tokens
+Ids = Int[Array, "*R"]  # ids of tokens
 Nats = Float[Array, "*R"]
-Support = Int[Array, "*R S"]  # ids that could be drawn, padded with -1
+Support = Int[Array, "*R S"]  # ids that could be sampled, padded with -1
 
 
 class TokenScores(NamedTuple):
     """Outputs of the model that the loss reads, for each token; in rows [B, T] column t is of tokens[:, t]."""
 
-    logprobs: Nats  # given the tokens left of it
-    entropy: Nats  # of the distribution it came from
+    logprobs: Nats  # given the tokens to the left
+    entropy: Nats  # of the distribution that the token was sampled from
     values: Float[Array, "*R"] | None = None  # critic's value of the state it was chosen in, if there is a critic
     divergence: Nats | None = None  # from the teacher's distribution, if there is a teacher
-    teacher_logprobs: Nats | None = None  # of the same token
+    teacher_logprobs: Nats | None = None  # the teacher's, of the same token
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Softmax of logits / temperature, cut to top-k, then top-p, then min-p ids as in transformers; 0: greedy."""
+    """Softmax of logits / temperature (0: greedy), limited to top-k, then top-p, then min-p ids as in transformers."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -59,12 +59,12 @@ class Distribution:
 
     @property
     def is_whole(self) -> bool:
-        """True if every token can be drawn."""
+        """True if every token can be sampled."""
         is_cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and not is_cut
 
     def describe(self) -> str:
-        """Returns which tokens can be drawn, for the log; empty for the whole distribution."""
+        """Returns which tokens can be sampled, for the log; empty for the whole distribution."""
         if self.is_whole:
             return ""
         limit = f"the {self.top_k or MAX_SUPPORT} likeliest tokens"
@@ -73,15 +73,15 @@ class Distribution:
         return f"sampled and trained: {limit}, with top_p {self.top_p:g} and min_p {self.min_p:g} of them"
 
     def support_size(self, vocab_size: int) -> int:
-        """Returns the most ids that can be drawn; 0: all of them, or only the likeliest."""
+        """Returns the largest number of ids that can be sampled; 0: all of them, or only the likeliest."""
         if self.is_whole or self.temperature == 0:
             return 0
         return min(self.top_k or MAX_SUPPORT, vocab_size)
 
     def draw(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
-        """Draws a token for each row; returns it, its log-probability under this distribution, and the support.
+        """Samples a token for each row; returns it, its log-probability under this distribution, and the support.
 
-        The support is the ids that could be drawn, `support_size` columns padded with -1. Greedy tokens have their
+        The support is the ids that could be sampled, `support_size` columns padded with -1. Greedy tokens have their
         log-probability at temperature 1.
         """
         everything = jnp.zeros((len(logits), 0), jnp.int32)
@@ -95,7 +95,7 @@ class Distribution:
         return tokens, logprobs, everything
 
     def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
-        """Draws from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
+        """Samples from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
         size = self.support_size(logits.shape[-1])
         top, ids = jax.lax.top_k(logits, size)
         candidates = top if self.top_k else logits
@@ -124,7 +124,7 @@ class Distribution:
 
 
 def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
-    """Returns the uniforms in [0, 1) that each row's key gives for its draws with these numbers, float32.
+    """Returns the uniform random numbers in [0, 1) of each row's key at these steps, float32.
 
     They are jax.random.uniform's under fold_in(key, step).
     """
@@ -135,7 +135,7 @@ def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> F
 
 
 def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats]:
-    """Draws by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
+    """Samples by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
 
     That takes two uniforms a row, not V Gumbels. The sum over the blocks is the softmax's denominator, so the
     log-probability costs nothing more. Devices that share the vocabulary hold whole blocks each: blocks of 128 ids

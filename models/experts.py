@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router sends each token to a few of many small MLPs.
+"""Experts instead of an MLP (MoE): a router sends each token to a few of many small MLPs.
 
 Letters: B rows, T tokens of a row, E experts, k experts of a token, D width, F width of an expert, M pairs of a token
 and one of its experts.
@@ -82,7 +82,7 @@ def choose_experts(
     """Chooses the likeliest experts of each token, weighted by their probabilities, or those divided by their sum.
 
     Gradients reach the logits of all experts through the softmax. Experts that were recorded when the token was sampled
-    are taken in place of the likeliest, with the weights of these logits. Sources: Qwen3MoeTopKRouter of transformers;
+    replace the likeliest ones, with the weights of these logits. Sources: Qwen3MoeTopKRouter of transformers;
     arXiv 2510.11370 (rollout routing replay).
     """
     probs = jax.nn.softmax(logits.astype(jnp.float32))
@@ -96,7 +96,7 @@ def choose_experts(
 
 
 def choose_product(mesh: Mesh | None) -> str:
-    """Returns the product of tokens with their experts: tokamax's on NVIDIA if installed, ragged on TPU, else dense.
+    """Returns the product of tokens with their experts: tokamax's on NVIDIA if installed, ragged on TPU, or dense.
 
     jax.lax.ragged_dot is no choice elsewhere: XLA computes it as a dense product with k copies of each token. On
     two cores it took 4 to 7 times as long as `dense_experts` with 64 experts, 8 of a token.
@@ -130,7 +130,7 @@ def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Act
 
 
 def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: Computation, mesh: Mesh) -> Hidden:
-    """Computes the experts of each device's rows there; `tp` cuts the width of every expert, as that of an MLP.
+    """Computes the experts of each device's rows there; `tp` shards the width of every expert, as that of an MLP.
 
     XLA cannot partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers
     are not balanced.
@@ -241,7 +241,7 @@ def tokamax_ragged_dot(
     """Multiplies each group of adjacent rows by its matrix with the kernels of the package tokamax."""
     import tokamax
 
-    flags.FLAGS.mark_as_parsed()  # else tokamax reads the command line, and does not know the options on it
+    flags.FLAGS.mark_as_parsed()  # otherwise tokamax reads the command line, whose options it would refuse
     _, num_inputs, num_outputs = matrices.shape
     more_inputs, more_outputs = -num_inputs % TILE, -num_outputs % TILE
     rows = jnp.pad(rows, [(0, 0), (0, more_inputs)])

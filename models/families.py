@@ -16,7 +16,7 @@ from models.rotary import Scaling
 from models.tokenizer import Tokenizer
 from utils.settings.errors import UserError
 
-Fields = Mapping[str, Any]  # of a config.json
+Fields = Mapping[str, Any]  # fields of a config.json
 COMMON = (  # fields of config.json that are fields of Decoder
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
@@ -47,8 +47,8 @@ CONFIG_TYPES = {  # type, least and largest number (for text and lists: length),
     (tuple, 1, 1000): "no_rope_layers",
     (dict, 0, 100): "rope_parameters rope_scaling",
 }
-RENAMED = {"num_local_experts": "num_experts"}  # by transformers 5
-ROPE_TYPES = {  # of a block of rope_parameters, as CONFIG_TYPES
+RENAMED = {"num_local_experts": "num_experts"}  # names that transformers 5 changed
+ROPE_TYPES = {  # types and fields of a block of rope_parameters, as in CONFIG_TYPES
     (int, 1, 1 << 40): "original_max_position_embeddings",
     (float, 1, 10**12): "rope_theta",
     (float, 1e-3, 1): "partial_rotary_factor",
@@ -58,15 +58,15 @@ TYPE_NAMES = {
     bool: "true or false", int: "an integer from", float: "a number from", str: "text of length",
     list: "a list of texts, of length", tuple: "a list of integers, of length", dict: "an object of length",
 }  # fmt: skip
-WRAPPED = {  # with images: the class of its text model
+WRAPPED = {  # class of a model with images: class of its text model
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }
-WRAPPED_PREFIXES = {  # of the names of its tensors: those of the text model
+WRAPPED_PREFIXES = {  # prefixes of the names of its tensors: prefixes in the text model
     "model.language_model.": "model.",
     "language_model.model.": "model.",  # the published files of Gemma 3
     "language_model.lm_head.": "lm_head.",
-    "language_model.": "model.",  # of a file without "model." before its names
+    "language_model.": "model.",  # a file without "model." before its names
 }
 BARE = ("embed_tokens.", "layers.", "norm.")  # in the files of a model without its head; transformers reads them, too
 MODULES = {  # of the text model inside, as transformers names them: AutoModelForCausalLM takes Qwen3.5's out
@@ -93,7 +93,7 @@ class Family(NamedTuple):
     defaults: dict[str, bool | float]  # defaults of its config.json that differ from DEFAULTS
     read: Callable[[Fields], dict[str, Any]] = lambda fields: {}  # further fields of Decoder
     write: Callable[[Decoder], dict[str, Any]] = write_full  # further fields of config.json
-    kinds: tuple[str, ...] = (FULL,)  # of layers, as config.json may name them
+    kinds: tuple[str, ...] = (FULL,)  # kinds of layers that config.json may name
 
 
 def read_smollm3(fields: Fields) -> dict[str, Any]:
@@ -196,14 +196,14 @@ def write_qwen3_5(model: Decoder) -> dict[str, Any]:
     }
 
 
-DELTA_FIELDS = {  # of DeltaShape: those of config.json
+DELTA_FIELDS = {  # fields of DeltaShape: fields of config.json
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
     "key_channels": "linear_key_head_dim",
     "value_channels": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
 }
-DEFAULTS = {  # of a field that config.json leaves out, as transformers has them
+DEFAULTS = {  # values of fields that config.json leaves out, as in transformers
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768, "rope_theta": 10_000,
 }  # fmt: skip
 FAMILIES = {
@@ -279,7 +279,7 @@ def text_config(config: Fields, file: Path) -> Fields:
 
 def tensor_name(model: Decoder, name: str) -> str | None:
     """Returns the name in the text model of a tensor of a file; None: it is not part of it."""
-    if name.endswith("rotary_emb.inv_freq"):  # of old folders: config.json has it
+    if name.endswith("rotary_emb.inv_freq"):  # in old folders; config.json has it, too
         return None
     if name.startswith(BARE):
         return f"model.{name}"
@@ -435,7 +435,7 @@ def check_rope(fields: Fields, file: Path, family: Family) -> None:
     for name, value in scaling.items() if parameters else ():
         check_value(f"rope_scaling's {name}", value, (block.get("rope_type" if name == "type" else name),), file)
     if family.model_type == "olmo3" and "rope_theta" not in rope_block(fields, SLIDING):
-        theta = block.get("rope_theta", fields.get("rope_theta", 500_000))  # versions of transformers read others apart
+        theta = block.get("rope_theta", fields.get("rope_theta", 500_000))  # versions of transformers differ on others
         check_value("rope_theta without one of sliding_attention", theta, (500_000,), file)
 
 
@@ -457,10 +457,10 @@ def rotated_share(fields: Fields) -> float:
 
 
 def unusual_layer_type(fields: Fields, family: Family) -> str:
-    """Returns a kind of layer other than the family's if the model has one, else the first of them."""
+    """Returns a kind of layer other than the family's if the model has one; if not, the family's first kind."""
     types = set(fields.get("layer_types", ()))
     unusual = sorted(types - set(family.kinds))
-    has_list = family.model_type in ("qwen2", "qwen3")  # else a window is one of all layers
+    has_list = family.model_type in ("qwen2", "qwen3")  # in others a window is one of all layers
     first_with_window = fields.get("max_window_layers", 28) if has_list else 0
     has_window = fields.get("use_sliding_window") and first_with_window < fields.get("num_hidden_layers", 0)
     if has_window and not (types and has_list):
@@ -469,7 +469,7 @@ def unusual_layer_type(fields: Fields, family: Family) -> str:
 
 
 def check_types(fields: Fields, types: Mapping[tuple[type, float, float], str], file: Path) -> None:
-    """Raises UserError for the first field that has not its type and range."""
+    """Raises UserError for the first field with a wrong type or range."""
     for (kind, least, most), names in types.items():
         for name in names.split():
             if name not in fields:
@@ -491,7 +491,7 @@ def has_type(value: object, kind: type) -> bool:
 
 
 def size_of(value: bool | int | float | str | list[object] | dict[str, object]) -> float:
-    """Returns a number itself, else a length."""
+    """Returns a number itself, or a length."""
     is_number = isinstance(value, (bool, int, float))
     return value if is_number else len(value)
 

@@ -72,7 +72,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
     for entry in entries:
         if entry.is_dir():
             raise UserError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
-    remove(new)  # of a process that was killed, or a file of this name
+    remove(new)  # left by a process that was killed, or a file of this name
     new.mkdir(parents=True)
     for entry in entries:
         is_model = entry.name in (CONFIG, INDEX, ADAPTER_CONFIG, *FILES) or entry.suffix == ".safetensors"
@@ -91,7 +91,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
 
 
 def write_tensors(file: Path, shapes: Mapping[str, Shape], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:
-    """Writes a safetensors file one array at a time: safetensors' own writer wants all of them in memory.
+    """Writes a safetensors file one array at a time: safetensors' own writer needs all of them in memory.
 
     Source: the format as described at huggingface.co/docs/safetensors: length of the header, header, data.
     """

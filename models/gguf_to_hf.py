@@ -46,7 +46,7 @@ from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-FIELDS = {  # of config.json: of the metadata, behind the name of the architecture
+FIELDS = {  # fields of config.json: fields of the metadata, behind the name of the architecture
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -63,7 +63,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # by which the frequencies of Llama 3.1 and 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {  # of the pieces that a text is cut into before merges; source: llama.cpp, src/llama-vocab.cpp
+PATTERNS = {  # patterns of the pieces into which a text is split before merges; source: llama.cpp, src/llama-vocab.cpp
     "gpt-2": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
     "llama-bpe": (rf"{LETTERS}|\p{{N}}{{1,3}}|{SPACES}",),
@@ -71,9 +71,9 @@ PATTERNS = {  # of the pieces that a text is cut into before merges; source: lla
 }
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
-ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")  # as llama.cpp knows them too
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")  # as in llama.cpp
 READ_SECONDS = 30  # limit for metadata: vocabularies of 150,000 tokens take 3
-READ_BYTES = 1 << 31  # limit of memory for it
+READ_BYTES = 1 << 31  # limit of memory for metadata
 T = TypeVar("T")
 GGUFValue = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 
@@ -178,7 +178,7 @@ def read_model(gguf: Gguf) -> Decoder:
 def read_scaling(gguf: Gguf, model: Decoder) -> Scaling:
     """Returns the rotary scaling in a file's factors: Llama 3.1's for an original context of 8,192 tokens.
 
-    Raises: UserError if they are those of another rule.
+    Raises: UserError if they follow another rule.
     """
     factors = dequantize(gguf, ROPE_FACTORS)
     scaling = Scaling("llama3", float(factors.max()))

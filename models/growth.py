@@ -19,11 +19,11 @@ from utils.settings.errors import UserError
 MAX_TEXT = 2 * 10**7  # characters that a text may become
 MAX_TOKEN = 2048  # characters of a token: published ones have up to 512
 MAX_SPREAD = 8  # characters that decoders may make of one
-PROBE = 2000  # characters
+PROBE = 2000  # characters of a probe
 FACTORS = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "BertNormalizer": 12, "ByteLevel": 4}
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)  # what stands for one character
 REPEATED = re.compile(r"\)(?:[*+]|\{\d*,\d*\}|\{\d\d+\})")  # a group
-TokenizerPart = Mapping[str, Any]  # of tokenizer.json
+TokenizerPart = Mapping[str, Any]  # part of tokenizer.json
 
 
 def parts_of(value: object) -> list[TokenizerPart]:
@@ -62,7 +62,7 @@ def longest_segment(charsmap: str) -> float:
     """Returns the bytes of the longest replacement of a SentencePiece map: behind its trie they end in zero bytes."""
     try:
         content = base64.b64decode(charsmap)
-    except ValueError:  # what cannot be loaded, either
+    except ValueError:  # such a map cannot be loaded, either
         return 1.0
     size = int.from_bytes(content[:4], "little")
     return max(1.0, *map(len, content[4 + size :].split(b"\0")))
@@ -97,7 +97,7 @@ def longest_token(content: TokenizerPart) -> str:
 def check_growth(file: Path, content: TokenizerPart) -> float:
     """Returns how many characters one may become before it is a token.
 
-    `content` is that of tokenizer.json. Raises: UserError naming what may take too much time or memory.
+    `content` is that of tokenizer.json. Raises: UserError that names the part that may take too much time or memory.
     """
     names = ("normalizer", "pre_tokenizer", "decoder")
     normalizers, pretokenizers, decoders = (parts_of(content.get(name)) for name in names)

@@ -1,6 +1,6 @@
-"""Adapters of low rank: W x + alpha / r B A x for the matrices of the layers, over a base that stays as it is.
+"""Low-rank adapters: W x + alpha / r B A x for the matrices of the layers, over a frozen base.
 
-The base is held once, in the layout that sampling reads (names.Weights), and serves sampling, updates and the reference
+The base is held once, in the layout that sampling reads (names.Weights), for sampling, updates and the reference model
 of the KL. A policy is that base with the adapters under ADAPTERS. Source: LoRA, arXiv 2106.09685; alpha, the rank's
 share and the initial values as in "LoRA Without Regret", doi 10.64434/tml.20250929.
 
@@ -112,7 +112,7 @@ def adapter_table(model: Decoder, rank: int) -> LayerTable:
 
 
 def adapter_parameters(model: Decoder) -> float:
-    """Returns the parameters of the adapters that each token is multiplied by: of experts, those of its own."""
+    """Returns the parameters of the adapters that each token is multiplied by, only its own experts' among them."""
     sizes = {name: math.prod(spec.shape) for name, spec in adapter_table(model, model.lora_rank).items()}
     in_experts = sum(size for name, size in sizes.items() if EXPERT in name)
     return sum(sizes.values()) - in_experts * (1 - model.num_experts_per_tok / max(1, model.num_experts))
@@ -204,7 +204,7 @@ def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
 
 
 def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:
-    """Returns weights for rows of these members: the other ranks of joined adapters count as 0. None: as they are."""
+    """Returns weights for rows of these members: other members' ranks count as 0. None: the weights as they are."""
     if members is None:
         return weights
     is_own = members[:, None] == weights[MEMBERS]

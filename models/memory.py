@@ -24,12 +24,12 @@ from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, fail
 from utils.settings.options import option
 
-USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
+USABLE = 0.9  # share of the memory: the rest is for fragments and compiled programs
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note
 PLENTY, ENOUGH = 16384, 4096  # packed tokens of a micro-batch: with more nothing is gained, with fewer by recomputing
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 1024, 256
-MOST_SLOTS = 1024  # of a device: on an H100 a step of 1,024 rows took 1.5 times that of 512
-MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
+MOST_SLOTS = 1024  # slots of a device: on an H100 a step of 1,024 rows took 1.5 times as long as one of 512
+MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and other programs share a CPU's memory
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds if fsdp shards them: gathered, in the order of their product, and
@@ -100,11 +100,11 @@ def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
 
 
 def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape of the copy that an update on TPU makes of a teacher's head, in another layout; else None."""
+    """Returns the shape of the copy in another layout that an update on TPU makes of a teacher's head, or None."""
     return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on_tpu(model) else None
 
 
-# When rollouts are drawn: between updates, by --ahead 1 beside them, or with --rollout_devices elsewhere.
+# When rollouts are sampled: between updates, with --ahead 1 beside them, or with --rollout_devices on other devices.
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 
 
@@ -119,12 +119,12 @@ class Sizes(NamedTuple):
     """Bytes on one device."""
 
     held: int  # parameters, optimizer state, reference, a copy that samples beside updates: there all the time
-    gradients: int  # of a micro-batch, and their sum
+    gradients: int  # gradients of a micro-batch, and their sum
     sampling_copy: int
     kv_row: int  # cache and state of a row of full length, with the copies that they were gathered from
     available: int
     step: int = 0  # at the peak of the optimizer's step, whose state is held by the host meanwhile; 0: it is held here
-    schedule: str = BETWEEN  # of sampling
+    schedule: str = BETWEEN  # when rollouts are sampled
     num_chains: int = 1  # micro-batches at the same time
     rollout: Layout | None = None  # the mesh that samples
 
@@ -223,7 +223,7 @@ def gradient_bytes(model: Decoder, layout: Layout, trained: PyTree) -> int:
     item = jnp.dtype(model.dtype).itemsize
     head_size = model.vocab_size * model.hidden_size // tp
     head = experts = 0
-    if layout.mesh.shape["fsdp"] > 1:  # the head is gathered, and its gradient is summed before it is cut
+    if layout.mesh.shape["fsdp"] > 1:  # the head is gathered, and its gradient is summed before it is sharded
         head = (item + 4) * head_size
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers // tp
         experts = GATHERED_EXPERTS * layer * item
@@ -292,10 +292,10 @@ def choose_rollout(
     """Returns the mesh that samples: a copy of the weights lies on the fewest devices that have room for rows beside.
 
     `free`: bytes of a device beside what is held. Weights below adapters are sampled as they are sharded.
-    Raises: UserError for a --rollout_tp by which weights cannot be cut.
+    Raises: UserError for a --rollout_tp by which weights cannot be sharded.
     """
     fsdp, tp = layout.mesh.shape["fsdp"], layout.mesh.shape["tp"]
-    # From fsdp=4,tp=2 to tp=4 XLA returns whole arrays: these two cuts do not nest.
+    # From fsdp=4,tp=2 to tp=4 XLA returns whole arrays: these two shardings do not nest.
     factors = [n for n in range(1, fsdp + 1) if fsdp % n == 0 and (tp == 1 or n in (1, fsdp))]
     choices = {tp * n: layout.with_tp(tp * n) for n in ([1] if model.lora_rank else factors)}
     if rollout_tp and rollout_tp not in choices:
@@ -325,12 +325,12 @@ def kv_row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
 
 
 def row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
-    """Bytes per device of a row that is sampled: its cache and state, its logits, and what is drawn from them."""
+    """Bytes per device of a row that is sampled: its cache and state, its logits, and the arrays of sampling."""
     return kv_row_bytes(model, layout, row_length) + 3 * 4 * model.vocab_size // num_parts(layout, model.vocab_size)
 
 
 def num_parts(layout: Layout, size: int) -> int:
-    """Returns into how many parts tp cuts a dimension of this size; one that it does not divide stays whole."""
+    """Returns into how many parts tp shards a dimension of this size; a size that it does not divide stays whole."""
     tp = layout.mesh.shape["tp"]
     return tp if size % tp == 0 else 1
 
@@ -374,7 +374,7 @@ def sampling_room(
 
 
 def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[str]:
-    """Returns in a line over how many devices weights are cut that are sampled, if training cuts them otherwise."""
+    """Returns a line on how many devices shard the sampling weights, if training shards them differently."""
     before, now = (x.mesh.shape["tp"] for x in (layout, rollout))
     if now == before:
         return []
@@ -386,7 +386,7 @@ def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[st
 
 
 class MemoryPlan(NamedTuple):
-    """Settings chosen by the memory there is, and notes printed at the start."""
+    """Settings chosen by the available memory, and notes printed at the start."""
 
     remat: str
     tokens_per_microbatch: int
@@ -408,9 +408,9 @@ def fit_memory(
 ) -> MemoryPlan:
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
-    `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: of an
-    optimizer batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
-    `rollout_tp`: devices that hold a copy of the weights then; 0: to be chosen.
+    `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: rows of
+    an optimizer batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
+    `rollout_tp`: devices that share a copy of the sampling weights; 0: to be chosen.
     """
     sizes = measure_sizes(config, model, layout, state, others, row_length, schedule, rollout_tp)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)

@@ -8,8 +8,8 @@ from typing import Any
 
 from utils.settings.errors import UserError, describe_error
 
-KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight")  # of a message
-REPLY = "assistant"  # role of what a model says
+KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight")  # keys of a message
+REPLY = "assistant"  # role of a reply
 CALL = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
 ANNOUNCEMENT = """# Tools
 
@@ -23,7 +23,7 @@ To call one, write its name and its arguments as JSON between two tags, and end 
 {"name": "FUNCTION", "arguments": {"ARGUMENT": "VALUE"}}
 </tool_call>"""
 Message = Mapping[str, Any]  # some of KEYS
-Schema = Mapping[str, Any]  # of a tool, JSON
+Schema = Mapping[str, Any]  # JSON schema of a tool
 Tool = Callable[..., object] | Schema
 
 
@@ -40,7 +40,7 @@ def is_begun(messages: Sequence[Message]) -> bool:
 def readable(message: Message) -> dict[str, Any]:
     """Returns a message as chat templates read it: arguments of calls as objects, no null, no weight.
 
-    Raises: UserError for keys that are not known, and for values of another type.
+    Raises: UserError for unknown keys, and for values of another type.
     """
     given = {key: value for key, value in message.items() if value is not None}
     if unknown := [key for key in given if key not in KEYS]:

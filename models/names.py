@@ -9,15 +9,15 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"  # untied models only
 LAYERS = "model.layers"
 CRITIC = "critic"  # params[CRITIC] exists in training only and is not saved with the model
-VALUE_HEAD = "v_head.weight"  # of the critic
+VALUE_HEAD = "v_head.weight"  # head of the critic
 TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axes`
-SCALE = ".scale"  # of the name of a matrix of int8: its output channels' factors
-ADAPTERS = "adapters"  # policy[ADAPTERS]: what is trained over a base
+SCALE = ".scale"  # suffix of the name of an int8 matrix, for its output channels' factors
+ADAPTERS = "adapters"  # policy[ADAPTERS]: adapters that are trained over a base
 TEACHER = "teacher"  # policy[TEACHER]: the head of another model, [V, D], whose states are extras[TEACHER]
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
-MEMBERS = "members"  # weights[MEMBERS]: of several policies over one base, the member that each rank belongs to
+MEMBERS = "members"  # weights[MEMBERS]: the member that each rank belongs to, if policies share a base
 FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
-EXPERT = "*"  # in the name of a parameter that is stacked over experts, in the place of an expert's number
+EXPERT = "*"  # replaces an expert's number in the name of a parameter that is stacked over experts
 
 
 def is_matrix(name: str, num_axes: int) -> bool:
@@ -32,11 +32,11 @@ def decode_axes(name: str) -> tuple[int, ...]:
     return (0, 2, 1) if "down_proj" in name else (0, 1, 2)
 
 
-Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
-Key = jax.Array  # of jax.random
+Array = jax.Array | np.ndarray  # arrays of signatures: a host array is accepted wherever a device array is
+Key = jax.Array  # key of jax.random
 Hidden = Float[Array, "B T D"]  # states between two layers
 LayerNumbers = tuple[int | Array, ...]  # traced if they are arguments of jit
-Extras = dict[str, Array]  # of rows or their tokens, by name: see EXTRAS in core/records.py
+Extras = dict[str, Array]  # arrays of rows or their tokens, by name: see EXTRAS in core/records.py
 
 # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LayerParams = dict[str, Array]

@@ -40,7 +40,7 @@ def width_factor(x: Array) -> float:
 
 
 def is_decayed(params: Params) -> PyTree:
-    """True for parameters with weight decay: all but norms, biases and the decay rates of linear attention."""
+    """True for parameters with weight decay: all except norms, biases and the decay rates of linear attention."""
 
     def has_decay(path: tuple, x: Array) -> bool:
         name = path[-1].key
@@ -81,7 +81,7 @@ def adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
 def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
     """Muon for the matrices of the layers, or A and B of their adapters, AdamW for the other parameters.
 
-    Momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
+    Momentum 0.95 with Nesterov's look-ahead, orthogonalized in each layer by 5 steps of Newton-Schulz, times
     max(1, rows / columns)^0.5. Source: kellerjordan.github.io/posts/muon.
     """
     # Newton-Schulz needs little precision: its source runs in bfloat16. Its products here have the default one of their
@@ -191,7 +191,7 @@ def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.G
 
     def label(params: Params) -> dict[str, str]:
         labels = dict.fromkeys(params, "policy")
-        # Labelled, not masked: weight decay would still move a masked embedding.
+        # Labeled, not masked: weight decay would still move a masked embedding.
         labels |= {name: "frozen" for name in params if name in frozen_names}
         labels |= {name: CRITIC for name in params if name == CRITIC}
         return labels

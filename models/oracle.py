@@ -1,7 +1,7 @@
-"""The oracle of a run's start: what is sampled from and trained on, compared with transformers' rendering.
+"""The oracle of a run's start: its prompts and conversations, compared with transformers' rendering.
 
-Ids that are put together from prompts, replies that were drawn and what was said between them are compared with those
-of `apply_chat_template`. Two differences are allowed, and named: tools that the chat template does not show, which a
+A run joins the ids of prompts, sampled replies and the messages between them. They are compared with the ids of
+`apply_chat_template`. Two differences are allowed, and named: tools that the chat template does not show, which a
 system message announces, and thinking that it leaves out of earlier replies.
 """
 
@@ -16,7 +16,7 @@ from utils.settings.errors import UserError
 ANNOUNCED = "the chat template shows no tools: a system message announces them"
 DROPPED = "the chat template leaves thinking out of replies that messages follow: here it stays as it was drawn"
 AROUND = 20  # tokens on each side of a difference that are shown
-NUM_ROWS = 2  # of each kind that are compared
+NUM_ROWS = 2  # rows of each kind that are compared
 
 
 def check_prompt(
@@ -30,7 +30,7 @@ def check_prompt(
     following: Sequence[Message] = (),
     what: str = "a prompt",
 ) -> list[str]:
-    """Compares the ids of a prompt, and of messages that follow a reply to it; returns what differs and may, in words.
+    """Compares the ids of a prompt, and of messages that follow a reply; returns a note on each allowed difference.
 
     Raises: UserError for another difference.
     """
@@ -38,7 +38,7 @@ def check_prompt(
     if plain or not tokenizer.has_template:
         text = "\n".join(map(content_of, announce(messages, schemas))) + prefix
         expected = tokenizer.hf(text)["input_ids"]
-        has_more = {*expected[len(ids) :]} - {*tokenizer.special_ids.values()}  # than the token that ends a text
+        has_more = {*expected[len(ids) :]} - {*tokenizer.special_ids.values()}  # more than the token that ends a text
         return compare(tokenizer, what, ids, expected if has_more else expected[: len(ids)])
     whole, notes = [*map(readable, messages)], []
     if schemas and reference(tokenizer, whole, thinking, schemas) == reference(tokenizer, whole, thinking):
@@ -88,7 +88,7 @@ def check_row(tokenizer: Tokenizer, row: Conversation, messages: Sequence[Messag
 
 
 def up_to(tokenizer: Tokenizer, ids: list[int], last: int) -> list[int]:
-    """Returns ids up to the last one that is `last`, if there is no text behind it, but the end of a conversation."""
+    """Returns ids up to the last `last`, if no text follows it, only the end of a conversation."""
     length = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == last), len(ids))
     return ids if tokenizer.decode(ids[length:]).strip() else ids[:length]
 

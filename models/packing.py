@@ -1,7 +1,7 @@
 """Packs the tokens of rows: a prompt that rows share is computed once, and padding not at all.
 
 Products of tokens with weights are of packed tokens; attention, convolutions and recurrences are of rows. The last
-token of a prompt belongs to each row, as completion tokens do: from its state the first of them is drawn.
+token of a prompt belongs to each row, as completion tokens do: the first of them is sampled from its state.
 
 Letters: B rows, T columns, S shards of rows, n tokens or slots, M packed tokens of a shard.
 """
@@ -29,8 +29,8 @@ class Packing(NamedTuple):
 
     indices: Int[Array, "S M"]  # tokens whose next one is scored, then others, then padding
     numbers: Int[Array, "B T"]  # NOWHERE also if an earlier row of the shard has the token of a shared prompt
-    first_row: Int[Array, "B"]  # of the shard, with this row's prompt
-    lengths: Int[Array, "B"]  # tokens of a row that are computed, in the first ones that have its prompt or in itself
+    first_row: Int[Array, "B"]  # first row of the shard with this row's prompt
+    lengths: Int[Array, "B"]  # computed tokens of a row, in the first row with its prompt or in itself
     num_scored: Int[Array, "S"]
 
     @property
@@ -87,7 +87,7 @@ def move(x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array,
 def move_forward(
     x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array, "n"]
 ) -> tuple[Float[Array, "m ..."], Int[Array, "n"]]:
-    """Returns the result of `move`, and the residuals of its gradient."""
+    """Returns the result of `move`, and the residuals for its gradient."""
     return read(x, indices), numbers
 
 

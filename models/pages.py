@@ -27,19 +27,19 @@ from utils.batching import power_above, round_up
 from utils.devices.runtime import cuda_capability
 from utils.devices.sharding import ROWS, Layout, on_devices, on_each
 
-NOWHERE = 1 << 30  # in the place of a page or a slot: it is read as any other, and what is written there is dropped
+NOWHERE = 1 << 30  # number of no page or slot: reads return any values, and writes are dropped
 HISTORY = 4096  # rows whose lengths are kept
-QUERIES = 64  # of a block in the kernel for GPUs, 16 at least
-Pool = Float[Array, "n p 2*K C"] | QuantizedKV  # of a layer: keys and values of each head beside each other
-State = list[Pool | RecurrentState]  # of all layers: states are those of slots
-Work = list[tuple[LayerCache | None, PyTree]]  # of all layers: what a segment reads only, and what it changes
+QUERIES = 64  # queries of a block in the kernel for GPUs, at least 16
+Pool = Float[Array, "n p 2*K C"] | QuantizedKV  # pages of a layer: keys and values of each head, side by side
+State = list[Pool | RecurrentState]  # pools, or states of slots, of all layers
+Work = list[tuple[LayerCache | None, PyTree]]  # for each layer what a segment only reads, and what it changes
 
 
 @dataclass(frozen=True)
 class Paging:
-    """Sizes of a cache in pages, over all devices, and what is counted while rows are drawn over it."""
+    """Sizes of a cache in pages, over all devices, and counts from sampling over it."""
 
-    page: int = 0  # tokens; 0: no pages, rows are drawn in step
+    page: int = 0  # tokens; 0: no pages, rows are sampled in step
     num_pages: int = 0  # 0: as a call needs
     num_slots: int = 0
     adapts: bool = True  # shapes follow a call, which makes more programs, and less work on a CPU
@@ -47,7 +47,7 @@ class Paging:
     load: Counter[str] = field(default_factory=Counter, compare=False)  # sums over segments: see `PagedChain.launch`
 
     def take_load(self) -> dict[str, float]:
-        """Returns what was counted since the last call."""
+        """Returns the counts since the last call."""
         load = dict(self.load)
         self.load.clear()
         return load
@@ -109,7 +109,7 @@ def new_state(model: Decoder, layout: Layout, num_pages: int, page: int, num_slo
 
 
 def begin(model: Decoder, state: State, pages: Pages, num_tokens: int) -> Work:
-    """Returns what the computation of `num_tokens` more of each row reads and changes: copies, or the pools."""
+    """Returns the arrays that computing `num_tokens` more of each row reads and changes: copies, or the pools."""
     is_plain = paged_kernel(model) == "plain"
 
     def copy(layer: Pool | RecurrentState, pages: Pages) -> tuple[LayerCache | None, PyTree]:
@@ -129,7 +129,7 @@ def begin(model: Decoder, state: State, pages: Pages, num_tokens: int) -> Work:
 
 
 def end(model: Decoder, state: State, changed: list[PyTree], pages: Pages) -> State:
-    """Returns the state with what was changed written back."""
+    """Returns the state with the changed arrays written back."""
     is_plain = paged_kernel(model) == "plain"
 
     def write_back(layer: Pool | RecurrentState, new: PyTree, pages: Pages) -> Pool | RecurrentState:
@@ -160,14 +160,14 @@ def on_shards(f: Callable[..., PyTree], *rows: PyTree) -> PyTree:
 
 
 def read_slots(x: Shaped[Array, "S ..."], slots: Int[Array, "R"]) -> Shaped[Array, "R ..."]:
-    """Returns what rows have in their slots."""
+    """Returns the entries of rows' slots."""
     return on_shards(lambda x, slots: x.at[slots].get(mode="clip"), x, slots)
 
 
 def write_slots(
     x: Shaped[Array, "S ..."], new: Shaped[Array, "R ..."], slots: Int[Array, "R"]
 ) -> Shaped[Array, "S ..."]:
-    """Returns an array of slots with what is new of rows in it."""
+    """Returns an array of slots with the new entries of rows in it."""
     return on_shards(lambda x, new, slots: x.at[slots].set(new, mode="drop"), x, new, slots)
 
 
@@ -234,7 +234,7 @@ def page_attention(
 def triton(
     q: RowHeads, pool: Pool, table: Int[Array, "R w"], columns: Int[Array, "R"], view: View, interpret: bool = False
 ) -> RowHeads:
-    """Computes causal attention of new tokens over the pages of their rows, and reads only those that they see."""
+    """Computes causal attention of new tokens over the pages of their rows, and reads only the pages that they see."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 

@@ -36,10 +36,10 @@ PLAIN = "pissa, olora, corda and lora_ga become plain LoRA where peft saves them
 PLAIN += "path_initial_model_for_weight_conversion, and others are merged by it (merge_and_unload)"
 NO_MATRIX = "it changes no matrix of the layers that could be merged"
 READABLE = (*DTYPES.values(), "F64")
-MAX_NUMBER = 65_504.0  # of float16: no weights have more
+MAX_NUMBER = 65_504.0  # largest number of float16: no weights have more
 ANY = object()
 # Each field of adapter_config.json (those of LoraConfig in peft 0.21.2), with the values that are supported: any other
-# but null, false and empty ones is refused, and so is a field of a later release.
+# except null, false and empty ones is refused, and so is a field of a later release.
 FIELDS = {
     "base_model_name_or_path": ANY, "r": ANY, "lora_alpha": ANY, "use_rslora": ANY,
     "rank_pattern": ANY, "alpha_pattern": ANY,
@@ -50,7 +50,7 @@ FIELDS = {
     "loftq_config": ANY, "lora_ga_config": ANY, "fan_in_fan_out": ANY, "use_qalora": ANY, "qalora_group_size": ANY,
     "megatron_core": ANY, "ensure_weight_tying": ANY, "runtime_config": ANY,
     "task_type": ANY, "auto_mapping": ANY, "peft_version": ANY,
-    "peft_type": ("LORA",), "bias": ("none",), "revision": ("main",), "base_dtype": ("int8",),  # the last: of ours
+    "peft_type": ("LORA",), "bias": ("none",), "revision": ("main",), "base_dtype": ("int8",),  # the last: our own
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others change the base when they are loaded
     "use_dora": (), "modules_to_save": (), "lora_bias": (), "layer_replication": (), "target_parameters": (),
     "trainable_token_indices": (), "alora_invocation_tokens": (), "use_bdlora": (), "arrow_config": (),
@@ -78,20 +78,20 @@ class AdapterConfig(NamedTuple):
 
     folder: Path
     base: str
-    base_dtype: str  # int8: of the base that the adapters were trained over
+    base_dtype: str  # dtype of the base in training: int8, or empty
     rank: int  # the largest of the matrices
-    alpha: float  # scale as a multiple of 1 / rank, but for matrices with a factor
-    factors: dict[str, float]  # of each matrix: its own scale over alpha / rank
-    shapes: dict[str, Shape]  # of the tensors
+    alpha: float  # scale as a multiple of 1 / rank, except for matrices with a factor
+    factors: dict[str, float]  # for each matrix its own scale, divided by alpha / rank
+    shapes: dict[str, Shape]  # shapes of the tensors
 
     @property
     def has_experts(self) -> bool:
-        """True if experts of a mixture have adapters."""
+        """True if experts of an MoE model have adapters."""
         return any(".experts." in name for name in self.factors)
 
     @property
     def options(self) -> dict[str, int | float | bool | str]:
-        """Settings of training that goes on with these adapters."""
+        """Settings for continued training of these adapters."""
         options = {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
         return options | ({"lora_experts": True} if self.has_experts else {})
 
@@ -114,7 +114,7 @@ class AdapterConfig(NamedTuple):
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads adapter_config.json, and of the tensors the names and shapes.
+    """Reads adapter_config.json, and the names and shapes of the tensors.
 
     Raises: UserError if they are malformed, or a field has a value that is not supported.
     """
@@ -125,7 +125,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if not isinstance(base, str) or not is_size(rank) or not is_size(alpha):
         raise UserError(f"{file} lacks base_model_name_or_path, r or lora_alpha: export it again")
     ranks, alphas = (read_patterns(file, config, name) for name in ("rank_pattern", "alpha_pattern"))
-    power = 0.5 if config.get("use_rslora") else 1.0  # of the rank, which the scale is divided by
+    power = 0.5 if config.get("use_rslora") else 1.0  # the scale is divided by this power of the rank
     shapes = read_shapes(folder)
     largest, factors = 0, {}
     for name in shapes:
@@ -168,8 +168,8 @@ def check_fields(file: Path, config: Mapping[str, object]) -> None:
 def read_patterns(file: Path, config: Mapping[str, object], field: str) -> list[tuple[re.Pattern, float]]:
     """Returns peft's patterns for names of matrices, in its order, and the value for each.
 
-    Raises: UserError for what is malformed, or could take for ever to be compared: with a group that is repeated, or
-    with many groups and repetitions.
+    Raises: UserError for a malformed pattern, or one that could take forever: with a repeated group, or with many
+    groups and repetitions.
     """
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
@@ -262,7 +262,7 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
 
 
 def check_size(name: str, x: np.ndarray) -> float:
-    """Returns the largest magnitude of an array. Raises: UserError for NaN, and what float16 does not hold."""
+    """Returns the largest magnitude of an array. Raises: UserError for NaN, and numbers beyond float16."""
     magnitude = float(np.abs(x).max(initial=0.0))
     if not magnitude <= MAX_NUMBER:
         what = f"numbers up to {magnitude:g}, beyond {MAX_NUMBER:g}" if math.isfinite(magnitude) else "NaN or infinity"
@@ -297,7 +297,7 @@ def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
 
 
 def adapter_layers(model: Decoder) -> dict[str, list[int]]:
-    """Returns the numbers of the layers of each array of adapters."""
+    """Returns the numbers of the layers in each array of adapters."""
     return {name + part: layers for name, layers in adapted_layers(model).items() for part in (LORA_A, LORA_B)}
 
 

@@ -1,4 +1,4 @@
-"""Least seconds of sampling, operations of training, and what devices can do in a second: nominal, and measured.
+"""Least seconds of sampling, operations of training, and speeds of devices: nominal, and measured.
 
 Letters: L layers, H query heads, K key heads, C channels of a head, T row length.
 """
@@ -20,7 +20,7 @@ from models.names import Array
 from utils.batching import RowSizes
 from utils.devices.sharding import Layout
 
-# Of a device, by its kind: bfloat16 FLOP/s without sparsity and with sums in float32, bytes/s of its memory. Source:
+# Nominal speeds by kind of device: bfloat16 FLOP/s without sparsity, sums in float32; bytes/s of its memory. Source:
 # NVIDIA's data sheets and architecture papers, of the A10G AWS's, and cloud.google.com/tpu/docs.
 PEAKS = {
     "NVIDIA GB200": (2500e12, 8e12),
@@ -50,7 +50,7 @@ Counts = Int[Array, "B"]  # tokens of each row
 
 
 class Limits(NamedTuple):
-    """What a device reached in a second when it was measured: operations of matrix products, bytes of its memory."""
+    """Measured speeds of a device, per second: operations of matrix products, bytes of its memory."""
 
     flops: float
     bandwidth: float
@@ -100,7 +100,7 @@ def limits_of(layout: Layout, dtype: str) -> Limits | None:
 
 
 def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
-    """Returns the least seconds in which a device can draw the `scored` tokens of rows, all rows at once.
+    """Returns the least seconds in which a device can sample the `scored` tokens of rows, all rows at once.
 
     It adds up parts, and takes of each the longer of its products and its bytes. In each step these are the weights of
     the layers, read once (of experts those that the live rows choose, at most all), and the head with its logits.
@@ -112,7 +112,7 @@ def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
     num_draws = rows.scored.sum(axis=1)
     num_steps = np.zeros((len(firsts), 1), int)
     np.maximum.at(num_steps[:, 0], rows.prompts, num_draws)
-    live = len(num_draws) - np.cumsum(np.bincount(num_draws))[:-1]  # rows that draw a token in each step
+    live = len(num_draws) - np.cumsum(np.bincount(num_draws))[:-1]  # rows that sample a token in each step
     columns = np.arange(rows.scored.shape[1])
     own = columns - rows.prompt_lengths[:, None]  # 0: the first token behind the prompt
     is_appended = (own >= 0) & (columns < rows.lengths[:, None]) & ~rows.scored
@@ -148,10 +148,10 @@ def training_flops(
 ) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, of the head for each of
-    `num_scored` tokens, 4 where it has no gradient as below adapters, and those of causal attention of rows of these
-    lengths. A token of linear attention makes three products with the memory: it reads the old value, writes the new
-    one, and reads the output. A critic is a second trunk.
+    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter; for the head, 6 for each
+    of `num_scored` tokens. Parameters without a gradient, below adapters, count 4. Causal attention of rows of these
+    lengths is added. A token of linear attention makes three products with the memory: it reads the old value, writes
+    the new one, and reads the output. A critic is a second trunk.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim

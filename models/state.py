@@ -17,11 +17,11 @@ from models.names import Adapters, Array, Params
 class TrainState:
     """Parameters and the optimizer's state; donated to each update, which replaces it."""
 
-    params: Params | Adapters  # that are trained
+    params: Params | Adapters  # trained parameters
     opt_state: PyTree
     step: Int[Array, ""]  # optimizer steps taken
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
-    extra: dict[str, PyTree] = field(default_factory=dict)  # arrays that live across steps: saved, no part of updates
+    extra: dict[str, PyTree] = field(default_factory=dict)  # arrays kept across steps: saved, not part of updates
 
     @property
     def trained(self) -> Self:

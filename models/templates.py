@@ -30,9 +30,9 @@ from jinja2.utils import Namespace
 
 from utils.settings.errors import describe_error
 
-SECONDS = 1  # of CPU for a rendering, with the compilation before the first: published templates take milliseconds
-LOADING = 10  # of CPU for a tokenizer.json: the largest take 1 to 2
-MAX_BYTES = 1 << 30  # of address space
+SECONDS = 1  # CPU time of a rendering, with compilation before the first: published templates take milliseconds
+LOADING = 10  # seconds of CPU time for a tokenizer.json: the largest take 1 to 2
+MAX_BYTES = 1 << 30  # bytes of address space
 MAX_WRITTEN = 10**6  # characters that a template may write besides ten times its input
 PATIENCE = 60  # seconds by the clock, for a process that was stopped
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +51,10 @@ class RemoteTemplate:
 
 
 class RemoteEnvironment(ImmutableSandboxedEnvironment):
-    """Takes the place of the environment in which transformers renders chat templates."""
+    """Replaces the environment in which transformers renders chat templates."""
 
     def from_string(self, source: str, *_: Any, **__: Any) -> RemoteTemplate:
-        """Returns a template, which is not even compiled here: constants are folded then."""
+        """Returns a template that is not compiled here, since compilation already computes constants."""
         return RemoteTemplate(self, source)
 
 
@@ -64,7 +64,7 @@ class Renderer:
     def __init__(self):
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
-        self.time = ""  # that templates write; empty: now
+        self.time = ""  # time that templates write; empty: now
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         """Returns the text of a template. Raises: TemplateError."""
@@ -78,7 +78,7 @@ class Renderer:
         return self.exchange(["tokenize", str(file), texts]).get("error", "")
 
     def exchange(self, request: Sequence[Any]) -> dict[str, str]:
-        """Returns the reply of the process, which is started if there is none, or what ended it."""
+        """Returns the reply of the process, or the reason why it ended; starts the process if there is none."""
         with self.lock:
             return self.send(json.dumps(request).encode() + b"\n")
 
@@ -109,7 +109,7 @@ class Renderer:
         if process:
             process.kill()
             process.wait()
-            with contextlib.suppress(OSError):  # what was not read
+            with contextlib.suppress(OSError):  # output that was not read
                 process.stdin.close()
             process.stdout.close()
 
@@ -121,7 +121,7 @@ atexit.register(RENDERER.close)
 def date_prompts(time: str) -> None:
     """Makes templates write the date of this time (ISO 8601), not that of each rendering.
 
-    What stands behind the seconds is left out.
+    Characters behind the seconds are left out.
     """
     RENDERER.time = datetime.fromisoformat(time[:19]).isoformat()
 
@@ -137,7 +137,7 @@ def render_apart() -> None:
 
 
 def serve() -> None:
-    """Does what it is sent until the other end of the pipe is closed."""
+    """Carries out requests until the other end of the pipe is closed."""
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin.buffer:
@@ -148,7 +148,7 @@ def serve() -> None:
 
 
 def answer(name: str, arguments: Sequence[Any], most: int) -> dict[str, str]:
-    """Returns the text of a template or what went wrong; SIGPROF ends the process after SECONDS."""
+    """Returns the text of a template, or its error; SIGPROF ends the process after SECONDS."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         text = {"render": render, "tokenize": tokenize}[name](*arguments)
@@ -167,7 +167,7 @@ def render(source: str, variables: Mapping[str, Any], time: str) -> str:
 
 
 def tokenize(file: str, texts: Sequence[str]) -> str:
-    """Encodes texts, for which a tokenizer gets SECONDS, and no less for being large; returns no text."""
+    """Encodes texts within SECONDS, however large the tokenizer is; returns an empty text."""
     from tokenizers import Tokenizer
 
     signal.setitimer(signal.ITIMER_PROF, LOADING)

@@ -24,7 +24,7 @@ from utils.settings.checks import open_file
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
-    import transformers  # which takes longer than JAX: an error of the options does not wait for it
+    import transformers  # imported late, since it takes longer than JAX: errors of options are printed first
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -35,15 +35,15 @@ FILES = (
     *VOCABULARIES, TOKENIZER_CONFIG, "merges.txt", "added_tokens.json", "special_tokens_map.json", CHAT_TEMPLATE,
     GENERATION_CONFIG,
 )  # fmt: skip
-KEPT = ("bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")  # of a base's generation_config.json
+KEPT = ("bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")  # in a base's generation_config.json
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
-MAX_TEMPLATE = 10**6  # bytes
+MAX_TEMPLATE = 10**6  # bytes of a chat template
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
-CONTENT, TURN = "lmpocontent", "lmpoturn"  # of messages that show what a template does with others
-UNREAD = {"role": REPLY, "content": TURN}  # a reply that was drawn, which templates do not see
+CONTENT, TURN = "lmpocontent", "lmpoturn"  # contents of messages that test what a template does
+UNREAD = {"role": REPLY, "content": TURN}  # replaces a sampled reply, which templates do not render
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +51,12 @@ class Tokenizer:
     """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     hf: "transformers.PreTrainedTokenizerBase"
-    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved unchanged
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
     growth: float = 1.0  # characters that one may become before it is a token
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: of generation_config.json, the tokenizer's, and the one that ends turns."""
+        """Ids that end a completion: those of generation_config.json and the tokenizer, and the one that ends turns."""
         ids = [*self.listed_stop_ids, end_of_turns(self, self.template)]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """The chat template; empty if there is none. What is read off it is kept under this key."""
+        """The chat template; empty if there is none. It is the cache key for properties of the template."""
         return str(self.hf.chat_template or "")
 
     @property
@@ -104,7 +104,7 @@ class Tokenizer:
         return found["input_ids"], found["offset_mapping"]
 
     def encode_behind(self, before: str, text: str) -> list[int]:
-        """Returns the ids that a text has behind another one: SentencePiece begins each text by a blank of its own."""
+        """Returns the ids of a text behind another one: SentencePiece would begin a separate text with a blank."""
         ids, spans = self.encode_spans(before + text)
         first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
         is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
@@ -118,7 +118,7 @@ class Tokenizer:
             raise UserError(f"a text has {size}, more than {MAX_TEXT:,} in all: shorten it")
         try:
             yield
-        except BaseException as error:  # in the block stand calls of the library alone
+        except BaseException as error:  # the block holds only calls of the library
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # cannot be imported
                 raise
             raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
@@ -131,13 +131,13 @@ class Tokenizer:
         return whole[: next(places, 0)]
 
     def spelled(self, messages: Sequence[Message]) -> str:
-        """Returns the first token that messages spell and that is special, or no word or tag; empty: none."""
+        """Returns the first token spelled in messages that is special, or is neither word nor tag; empty: none."""
         signs = [sign for sign in self.added_ids if sign in self.special_ids or not TAG.fullmatch(sign)]
         contents = [*map(content_of, messages)]
         return next((sign for sign in signs if sign.strip() and any(sign in text for text in contents)), "")
 
     def prompt_notes(self, messages: Sequence[Message], plain: bool) -> list[str]:
-        """Returns facts on prompts of such messages that users may not expect."""
+        """Returns notes on prompts of such messages that users may not expect."""
         notes = []
         if not (self.has_template or plain):
             notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
@@ -201,9 +201,9 @@ class Tokenizer:
         return messages, schemas
 
     def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
-        """Returns the texts of the calls of tools in a reply, between these signs; one that is not closed is empty.
+        """Returns the texts of the tool calls in a reply, between these markers; one that is not closed is empty.
 
-        Where the signs are single tokens, only these begin and end a call.
+        If the markers are single tokens, only these tokens begin and end a call.
         """
         ids = [int(i) for i in ids]
         vocabulary = self.added_ids
@@ -224,7 +224,7 @@ class Tokenizer:
         plain: bool = False,
         tools: Sequence[Tool] = (),
     ) -> "Bridge":
-        """Returns the ids of messages that follow a reply to those `before`, and of all that the template adds.
+        """Returns the ids of messages that follow a reply to the messages `before`, with all that the template adds.
 
         Raises: UserError as `write`, and if the template cannot be continued behind what was sampled: see `behind`.
         """
@@ -278,7 +278,7 @@ class Tokenizer:
                 assistant_prefix="",  # `chat` adds it
                 tokenize=False,
             )
-        except (TemplateError, TypeError, ValueError) as error:  # the last two: of what transformers checks
+        except (TemplateError, TypeError, ValueError) as error:  # the last two are raised by checks of transformers
             reason = error if isinstance(error, TemplateError) else describe_error(error)
             raise UserError(f"the model's chat template fails ({reason})") from error
 
@@ -336,7 +336,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files and generation_config.json into a folder.
 
-        Files it was loaded from are written byte for byte: those that transformers 5 writes, version 4 cannot read.
+        The files that it was loaded from are written byte for byte: transformers 4 cannot read those of transformers 5.
         """
         directory = Path(directory)
         if not self.files:
@@ -349,7 +349,7 @@ class Tokenizer:
 
 
 def split_at(ids: list[int], sign: int) -> list[list[int]]:
-    """Returns the parts of a list between the signs."""
+    """Returns the parts of a list between the markers."""
     parts = [[]]
     for i in ids:
         if i == sign:
@@ -362,15 +362,15 @@ def split_at(ids: list[int], sign: int) -> list[list[int]]:
 class Bridge(NamedTuple):
     """Ids between two replies."""
 
-    end: list[int]  # of the first one; the last of them is a stop token. Empty: replies have none
-    ids: list[int]  # behind it
+    end: list[int]  # ids that end the first reply; the last one is a stop token. Empty: replies have no end
+    ids: list[int]  # ids behind the end
 
     def after(self, last_token: int) -> list[int]:
-        """Returns the ids behind a reply that was drawn; one that was cut off, or ended otherwise, is ended first."""
+        """Returns the ids behind a sampled reply; a reply that was truncated, or ended differently, is ended first."""
         return self.ids if self.end[-1:] in ([], [last_token]) else self.end + self.ids
 
 
-@lru_cache(maxsize=4096)  # environments say the same to many episodes
+@lru_cache(maxsize=4096)  # environments return equal messages in many episodes
 def make_bridge(
     tokenizer: Tokenizer, _template: str, said: str, thinking: bool | None, prefix: str, plain: bool
 ) -> Bridge:
@@ -401,9 +401,9 @@ def behind(
     mark: str,
     end: str | None = None,
 ) -> tuple[str, str]:
-    """Returns what the chat template writes behind a mark in a last reply: to its end, and up to the reply to messages.
+    """Returns the template's text behind a mark in a last reply: to the reply's end, and up to the reply to messages.
 
-    `end`: what it writes behind a reply that nothing follows; None: it is rendered.
+    `end`: the template's text behind a reply that nothing follows; None: it is rendered.
     Raises: UserError if it closes a reply differently when messages follow.
     """
     if end is None:
@@ -420,13 +420,13 @@ def behind(
 
 
 def unused_mark(said: str) -> str:
-    """Returns a text that stands for a reply, and that nobody has said."""
+    """Returns a text that replaces a reply, and that the conversation does not contain."""
     return next(mark for mark in map(f"{TURN}{{}}".format, count()) if mark not in said)
 
 
 @lru_cache(maxsize=64)
 def short_end(tokenizer: Tokenizer, _template: str, thinking: bool | None) -> str | None:
-    """Returns what the chat template writes behind the reply of a short conversation; None if it refuses that."""
+    """Returns the chat template's text behind the reply of a short conversation; None if it refuses that."""
     with contextlib.suppress(UserError):
         messages = [{"role": "user", "content": "1"}, UNREAD]
         return tokenizer.render(messages, thinking, is_open=False).rpartition(TURN)[2]
@@ -494,7 +494,7 @@ def check_shown(
         try:
             others = [*given[:i], other, *given[i + 1 :]]
             texts = [tokenizer.render(x, thinking, is_open=False, tools=schemas) for x in (given, others)]
-        except UserError:  # what is refused without it is read
+        except UserError:  # a key is read if the message is refused without it
             return False
         return texts[0] == texts[1]
 
@@ -540,7 +540,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
-    except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
+    except BaseException as error:  # errors of transformers and tokenizers; panics of the latter are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
@@ -554,7 +554,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 def without_warning(folder: Path) -> dict[str, bool]:
     """Returns an argument without which some releases of transformers warn of Mistral's tokenizer for any model.
 
-    Of a model of Mistral's the warning is right, and stays.
+    For a model of Mistral's the warning is right, and stays.
     """
     model_type = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
     is_its_own = any(name in model_type for name in ("mistral", "ministral", "voxtral", "pixtral"))

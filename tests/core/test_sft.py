@@ -163,7 +163,7 @@ def test_long_rows_are_refused_cut_or_dropped_and_counted(tiny):
     rows = [[ASK, SUM], THREE_TURNS, [{"role": "user", "content": "x" * 400}, SUM]]
     lengths = [len(encode_conversation(tiny, row, "all")) for row in rows]
     most = lengths[0] + 20
-    with pytest.raises(UserError, match=f"2 of 3 rows have more than --max_length {most} .* {max(lengths)}: raise it"):
+    with pytest.raises(UserError, match=f"2 of 3 rows have more than --max_length {most} .* {max(lengths)}: raise"):
         encode_rows(tiny, "rows", rows, "all", most, "error")
     cut = ([lengths[0], most], "1 cut and 1")
     dropped = (lengths[:1], "0 cut and 2")
