@@ -3,7 +3,7 @@
 #
 #     bench/environments.sh FOLDER [python]
 #
-# FOLDER holds the data sets as docs/environments.md says. Ends with one line for each run.
+# FOLDER holds the data sets as docs/tasks.md says. Ends with one line for each run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 data=$1 python=${2:-python} runs=$(mktemp -d)

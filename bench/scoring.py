@@ -2,7 +2,7 @@
 
     python bench/scoring.py --data_dir FOLDER [--workers 2] [--seconds 5]
 
-FOLDER holds gsm8k/ and math500/ (see docs/environments.md). Replies are of realistic length, in groups of eight.
+FOLDER holds gsm8k/ and math500/ (see docs/tasks.md). Replies are of realistic length, in groups of eight.
 """
 
 import argparse

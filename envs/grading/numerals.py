@@ -1,7 +1,7 @@
 r"""Exact numbers in text: "1,000", "-$5.50", "25%", "1 1/2", "1.5 million", "\frac{3}{4}", "18 dollars per day".
 
 A number that something before or after it changes is not that number; units and harmless words do not count. The rule
-is written out in docs/environments.md. Text is split into tokens of one-letter kinds, and only the sequences of kinds
+is written out in docs/grading.md. Text is split into tokens of one-letter kinds, and only the sequences of kinds
 in PHRASE and SENTENCE are a number. Every function takes any text whatever and never raises.
 """
 

@@ -476,7 +476,7 @@ def test_a_mesh_changes_rounding_only(data, tmp_path):
 @pytest.mark.slow
 def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
     """Its last lines, not only its exit status; two runs of under a minute."""
-    page = (ROOT / "docs/own_data.md").read_text()
+    page = (ROOT / "docs/tasks.md").read_text()
     (block,) = (block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "make_replies.py" in block)
     for name in ("core", "models", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-r"""The rule for numbers (docs/environments.md) on a table: spellings of a number, and what only looks like one.
+r"""The rule for numbers (docs/grading.md) on a table: spellings of a number, and what only looks like one.
 
 NBSP and its like are written as escapes. Every line of RIGHT is its reference, every line of WRONG is not.
 """

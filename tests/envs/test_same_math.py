@@ -1,4 +1,4 @@
-"""Mathematics (docs/environments.md) on a table: what equals a reference, what does not, what does not parse."""
+"""Mathematics (docs/grading.md) on a table: what equals a reference, what does not, what does not parse."""
 
 import time
 
