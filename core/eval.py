@@ -181,7 +181,7 @@ def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
 
 
 def training_note(folder: Path, env: EnvConfig) -> str:
-    """Returns the --env_options of the run that saved a checkpoint where it played this with others, else no text."""
+    """Returns the --env_options of the run that saved a checkpoint if they differ for this environment, or no text."""
     trained, _ = read_settings(folder.parent / "config.json")
     names = {split_name(name.strip())[0] for name in env.env_name.split(",")}
     is_other_env = split_name(str(trained.get("env_name", "")))[0] not in names

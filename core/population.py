@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def member_values(text: str) -> dict[str, MemberOptions]:
-    """Returns the values of each member of --population, by its name. Raises: UserError where it cannot be read."""
+    """Returns the values of each member of --population, by its name. Raises: UserError if it cannot be read."""
     axes: dict[str, list[str]] = {}
     for part in filter(None, text.split(";")):
         name, _, values = part.strip().partition("=")

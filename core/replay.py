@@ -76,7 +76,7 @@ class Stored:
 def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     """Returns row number `row` of a file of rollouts (RUN/rollouts/step_N), and the settings of its run.
 
-    Raises: UserError where there is no such row.
+    Raises: UserError if there is no such row.
     """
     file = Path(os.path.expanduser(path)).with_suffix(".npz")
     if not file.is_file():
@@ -111,7 +111,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
 
 
 def read_rows(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file of rollouts that a replay needs. Raises: UserError where they do not fit together.
+    """Returns the arrays of a file of rollouts that a replay needs. Raises: UserError if they do not fit together.
 
     Letters: B rollouts, T columns.
     """
@@ -139,7 +139,7 @@ def read_rows(file: Path) -> dict[str, np.ndarray]:
 
 
 def weights_before(stored: Stored, config: Config) -> Path:
-    """Returns the folder of the model that drew a rollout. Raises: UserError where it was not saved."""
+    """Returns the folder of the model that sampled a rollout. Raises: UserError if it was not saved."""
     step = stored.step - 1 - config.ahead
     if step <= 0:
         return find_model(config.model_dir)
@@ -158,7 +158,7 @@ def replay(
     """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
 
     `from_turn`: the first turn that is drawn anew, from 1 on; 0: none, the episode is drawn as it was.
-    Raises: UserError for what cannot be drawn again, and where a run of others would run code that is not `named`.
+    Raises: UserError if it cannot be sampled again, or a run of others would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
     own = to_dict(config.env)
@@ -198,7 +198,7 @@ def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
 
 
 def compare(completions: Completions, stored: Stored, reason: str) -> str:
-    """Returns a sentence on where the stored row differs from that of its group drawn again, and for what reason."""
+    """Returns a sentence on where the stored row differs from the row that was sampled again, and why."""
     length = completions.lengths[stored.sample]
     tokens = completions.tokens[stored.sample, :length]
     if np.array_equal(tokens, stored.tokens):

@@ -206,7 +206,7 @@ class Examples:
         self.scorer = scorer
 
     def grade(self, prompt: str, reply: str) -> bool | None:
-        """Returns True where a reply is right; None where nobody can tell."""
+        """Returns True if a reply is right; None if that is not known."""
         if self.scorer is None or prompt not in self.numbers:
             return None
         (rewards,), _ = self.scorer.score_replies([self.numbers[prompt]], [reply])
@@ -214,7 +214,7 @@ class Examples:
 
 
 def trained_settings(name: str) -> EnvConfig | None:
-    """Returns the environment that a model was trained on; None where that is unknown, or would run code of others."""
+    """Returns the environment that a model was trained on; None if it is unknown, or would run code of others."""
     settings = find_run(name)[1] or demo_of_tiny({"model_dir": name}, is_announced=False)
     first, _, _ = str(settings.get("env_name", "")).partition(",")
     if not first or settings_with_code(settings):
@@ -223,7 +223,7 @@ def trained_settings(name: str) -> EnvConfig | None:
 
 
 def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
-    """Returns problems of an environment, and True where they have one turn; none where it cannot be made here."""
+    """Returns problems of an environment, and True if they have one turn; none if it cannot be made here."""
     name = test_name(config.env_name)
     try:
         options = config.options(name)
@@ -265,7 +265,7 @@ class ChatModel:
         return reply
 
     def grade(self, messages: list[Message], reply: str) -> bool | None:
-        """Returns True where the environment calls a reply right; None where it has not set this problem."""
+        """Returns True if the environment grades a reply as right; None if the problem is not the environment's."""
         return self.examples.grade(messages[0]["content"], self.style[1] + reply) if len(messages) == 1 else None
 
     def change(self, name: str, value: str) -> None:
@@ -328,7 +328,7 @@ def load_last(name: str, config: SamplingCommand, layout: Layout) -> tuple[Decod
 
 
 def make_text_sampler(config: SamplingCommand, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
-    """Returns the sampler of replies without an environment, of 256 tokens where nothing else is said."""
+    """Returns the sampler of replies without an environment, of 256 tokens by default."""
     limit = config.sampling.num_generation_tokens
     limit = 256 if limit < 0 else limit
     force_answer_at = max(0, config.sampling.force_answer_at)
@@ -363,7 +363,7 @@ def load_chat_models(names: Sequence[str], config: SamplingCommand, layout: Layo
 
 
 def write_rows(rows: Sequence[JSONRow], path: str, tokenizer: Tokenizer) -> None:
-    """Writes rows to a JSONL file, or prints prompts and completions where there is none."""
+    """Writes rows to a JSONL file, or prints prompts and completions if there is no file."""
     if path:
         Path(os.path.expanduser(path)).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return

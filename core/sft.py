@@ -3,7 +3,7 @@
     python core/sft.py --model_dir ~/checkpoints/hf/Qwen3-1.7B/ --data replies.jsonl --save_dir ~/runs/sft
     python core/grpo.py --model_dir ~/runs/sft --env_name gsm8k --save_dir ~/runs/gsm8k
 
-Each row is a conversation; -log p of the tokens of its replies is minimized: REINFORCE where all advantages are 1.
+Each row is a conversation; -log p of the tokens of its replies is minimized: REINFORCE with all advantages 1.
 With --env_name, held-out problems of an environment are played before, during and after training.
 """
 

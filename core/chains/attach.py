@@ -40,7 +40,7 @@ def attach(
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:
     """Compares prompts, and what follows a turn, with transformers' rendering; returns notes on prompts.
 
-    Raises: UserError where they differ: see models/oracle.py.
+    Raises: UserError if they differ: see models/oracle.py.
     """
     env, notes = settings.env, []
     dialect = DIALECTS.get(env.dialect)
@@ -82,7 +82,7 @@ def answer_function(tokenizer: Tokenizer, answer: ForcedAnswer) -> Callable[...,
 
 
 def check_conversations(sampler: Sampler, settings: RolloutSettings) -> None:
-    """Raises UserError where conversations cannot be drawn as they are trained on."""
+    """Raises UserError if conversations cannot be sampled as they are trained on."""
     start = f"{settings.name} has several turns, and"
     refuse([
         (sampler.model.delta is not None and bool(sampler.stop_strings),

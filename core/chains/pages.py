@@ -125,7 +125,7 @@ class PageTable:
             self.shards.append(Shard(*free, rows.tolist()))
 
     def reserve(self, needed: Int[np.ndarray, "B"]) -> list[int]:
-        """Gets resident rows the pages that they need; returns the youngest ones, put aside where there are too few."""
+        """Gets resident rows the pages that they need; returns the youngest ones, put aside if there are too few."""
         aside = []
         for shard in self.shards:
             for row in [row for row in shard.resident if needed[row] > self.num_pages[row]]:
@@ -241,7 +241,7 @@ class Job(NamedTuple):
     table: Int[np.ndarray, "..."]
     column: int  # of the first token
     tokens: Sequence[int]
-    routes: Int16[np.ndarray, "n L k"] | None  # experts by which they were computed, 0 where that is not known
+    routes: Int16[np.ndarray, "n L k"] | None  # experts by which they were computed; 0 if unknown
 
     def cut(self, num_tokens: int) -> "tuple[Job, Job]":
         """Returns the first tokens, and the others."""
@@ -502,7 +502,7 @@ class PagedChain:
     def turn_ends(
         self, rows: Int[np.ndarray, "R"], starts: Int[np.ndarray, "R"], counts: Int[np.ndarray, "R"], tokens: np.ndarray
     ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
-        """Returns how many of the new tokens belong to a turn, and True where the last of them ends it."""
+        """Returns how many of the new tokens belong to a turn, and True if the last of them ends it."""
         sampler, num_steps = self.sampler, tokens.shape[1]
         if not sampler.stop_strings:
             ends = sampler.completion_ends(np.where(np.arange(num_steps) < counts[:, None], tokens, -1), 0, num_steps)
@@ -545,7 +545,7 @@ class PagedChain:
 def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sampler:
     """Returns a sampler that draws over pages of this size; -1: chosen, 0: one that draws rows in step.
 
-    In step, single replies are drawn in less time on one CPU. Raises: UserError where nothing else is.
+    In step, one CPU samples single replies faster. Raises: UserError if rows cannot be sampled in step.
     """
     layout = sampler.layout
     may_be_in_step = layout.is_single_cpu and not has_turns

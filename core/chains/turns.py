@@ -36,7 +36,7 @@ PATIENCE = 0.1  # seconds that rows which can draw wait for the others, as a sha
 
 
 class Observation(NamedTuple):
-    """Tokens to append to a row, or the end of its episode where there are none."""
+    """Tokens to append to a row, or the end of its episode if there are none."""
 
     tokens: Sequence[int] = ()
     finished: bool = False  # the episode ended in another way than by the limit of tokens
@@ -105,7 +105,7 @@ def turn_steps(sampler: Sampler, tokens_per_turn: int) -> int:
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
-    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it."""
+    """Returns a sampler whose turns end with a call, if the dialect writes results behind calls."""
     tokenizer = sampler.tokenizer
     if not dialect.is_inline:
         return sampler
@@ -191,7 +191,7 @@ class Conversations:
     def open(self, rows: range) -> list[Problem]:
         """Returns the problems of these rows, with the openings of their episodes as messages.
 
-        They are one for each group where its episodes begin alike, else one for each row.
+        There is one for each group if its episodes begin alike; if not, one for each row.
         """
         if self.env.opens:
             self.unasked |= set(rows)
@@ -208,7 +208,7 @@ class Conversations:
     def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
         """Plays these turns in each episode, which then continues behind them.
 
-        Raises: UserError where the environment fails in one of them.
+        Raises: UserError if the environment fails in one of them.
         """
         self.open(range(len(self.episodes)))
         for turn in turns:
@@ -226,7 +226,7 @@ class Conversations:
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
         """Takes the tokens of a turn that has ended.
 
-        `num_left`: tokens that still fit into the row; -1 where not even the end of the turn did.
+        `num_left`: tokens that still fit into the row; -1 if not even the end of the turn did.
         """
         episode = self.episodes[row]
         text = self.problems[row].prefix + self.tokenizer.decode(turn)

@@ -50,7 +50,7 @@ class StreamPrinter:
 
 
 class Interrupts:
-    """Ctrl-C: an empty line where a line is read; elsewhere it is remembered in `requested`.
+    """Ctrl-C: an empty line while a line is read; otherwise it is remembered in `requested`.
 
     So nothing ends in the middle of a compilation, whose threads would still run when Python ends.
     """

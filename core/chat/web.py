@@ -172,7 +172,7 @@ def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Mess
 
 
 def serve(models: Sequence[Model], port: int, examples: Sequence[str] = ()) -> None:
-    """Serves the page, with examples to click, until Ctrl-C. Raises: UserError where the port is taken."""
+    """Serves the page, with examples to click, until Ctrl-C. Raises: UserError if the port is taken."""
     try:
         server = ChatServer(models, port, examples)
     except OSError as error:

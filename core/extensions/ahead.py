@@ -79,7 +79,7 @@ class AheadRollouts:
         """Returns the rollouts of the step behind `progress`, and the progress after it; those of the next one begin.
 
         The state has the weights that draw them. The ones before are deleted first: memory holds one copy.
-        Raises: what went wrong where rollouts were drawn.
+        Raises: the error of the thread that sampled.
         """
         clock = time.perf_counter()
         if not self.worker.drawing:  # before the first step of this process

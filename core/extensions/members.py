@@ -178,7 +178,7 @@ class SharedSampler:
         num_drawn: int,
         lengths: Int[np.ndarray, "B"],
     ) -> None:
-        """Hands each member its rows of a segment. Raises: Stop where all of the batch may end, and are asked to."""
+        """Hands each member its rows of a segment. Raises: Stop if all of the batch may end, and shall end."""
         if all(request.is_stopped for request in batch):
             raise Stop
         for request, start in zip(batch, starts, strict=False):

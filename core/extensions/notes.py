@@ -92,7 +92,7 @@ def describe_objective(config: ObjectiveConfig) -> str:
 
 
 def formula_of(name: str, formulas: Mapping[str, str], config: ObjectiveConfig) -> str:
-    """Returns the formula of a row of a table with its numbers; its name, where it has none."""
+    """Returns the formula of a row of a table with its numbers; its name if it has no formula."""
     low, high = config.clip_range
     dual_clip = f", at most -{config.dual_clip:g} A where A < 0" if config.dual_clip else ""
     terms = {"low": f"{low:g}", "high": f"{high:g}", "fall": f"{low - 1:g}", "rise": f"{high - 1:g}"}
@@ -116,7 +116,7 @@ def describe_limits(learner: Learner) -> str:
 
 
 def describe_padding(num_rows: int, shards: int) -> str:
-    """Returns in one line how much of an update is padding where a minibatch has fewer rows than the mesh has parts."""
+    """Returns in one line how much of an update is padding if a minibatch has fewer rows than the mesh has parts."""
     if num_rows >= shards:
         return ""
     return (

@@ -356,7 +356,7 @@ def is_same_base(base: str, model_dir: str) -> bool:
 
 
 def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> list[str]:
-    """Returns a note where prompts or stop tokens differ. Raises: UserError where ids mean other tokens."""
+    """Returns a note if prompts or stop tokens differ. Raises: UserError if ids stand for other tokens."""
     own = worker.tokenizer
     theirs, ours = ({**tokenizer.hf.get_vocab(), **tokenizer.special_ids} for tokenizer in (teacher, own))
     if different := sorted(theirs.items() ^ ours.items(), key=lambda item: item[1]):

@@ -172,7 +172,7 @@ def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> d
 
 
 def find_license(base_model: str) -> dict[str, JSON]:
-    """Returns the licence that the base model's own card states, in the hub's fields; nothing where it states none."""
+    """Returns the license that the base model's own card states, in the hub's fields; nothing if it states none."""
     from huggingface_hub import try_to_load_from_cache  # here: an error of the options does not wait for it
 
     folder = find_local(base_model)
@@ -185,7 +185,7 @@ def find_license(base_model: str) -> dict[str, JSON]:
 
 
 def find_version() -> str:
-    """Returns the version of lmpo and, in a git checkout, the commit: with "-dirty" where files have changed."""
+    """Returns the version of lmpo and, in a git checkout, the commit: with "-dirty" if files have changed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = f"version {project['version']}"
     if not (ROOT / ".git").exists():  # git would look for a repository in the folders above

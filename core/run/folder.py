@@ -138,7 +138,7 @@ class Run:
         if layout.is_main and not is_new and (note := describe_others(self.directory)):
             print(note)
         self.lock = take_lock(self.directory, is_new, layout)
-        if self.lock:  # released with the run, or, where that fails before it begins, with this object
+        if self.lock:  # released with the run, or with this object if the run fails before it begins
             self.release = weakref.finalize(self, self.lock.release)
         if self.bucket:
             self.bucket.download()
@@ -184,7 +184,7 @@ class Run:
         return {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
-        """Returns the newest whole state and its progress; `state` and the beginning where there is none.
+        """Returns the newest whole state and its progress; `state` and the beginning if there is none.
 
         Raises: UserError if the disk has no room for one save.
         """
@@ -305,7 +305,7 @@ class Run:
 
     @property
     def resuming_command(self) -> str:
-        """Returns the command that resumes the run, in words where it is the one that began it."""
+        """Returns the command that resumes the run, in words if it is the one that began it."""
         if self.config.save_dir:
             return "the same command"
         folder, command = str(self.directory), os.path.abspath(sys.argv[0])
@@ -321,7 +321,7 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """Times a phase of a step, and shows on the terminal that it is waited for.
 
-        A signal ends the run at once in the first phase, where the newest state is whole, and else after the step.
+        A signal ends the run at once in the first phase, in which the newest state is whole; in others after the step.
         """
         clock = time.perf_counter()
         if name in FIRST:
@@ -388,7 +388,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Returns the steps of the run, 0 where they are not known."""
+        """Returns the steps of the run; 0 if they are not known."""
         return 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
 
     @property
@@ -405,7 +405,7 @@ class Run:
         return [*self.describe_work(), *environments, *self.describe_saves(), place]
 
     def describe_work(self) -> list[str]:
-        """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
+        """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice if there are many."""
         num_prompts, group_size = self.settings["groups_per_batch"], self.settings["group_size"]
         num_rollouts = num_prompts * group_size
         num_tokens = num_rollouts * self.environments["env"].max_new_tokens
@@ -493,7 +493,7 @@ class Run:
         batch: Batch,
         is_last: bool,
     ) -> Progress:
-        """Logs a step, writes its rollouts (None: it has none), and saves models and state where they are due.
+        """Logs a step, writes its rollouts (None: it has none), and saves models and state if they are due.
 
         Returns the progress. Raises: OSError when an earlier save has failed, or another run has taken the folder.
         """
@@ -606,7 +606,7 @@ class Run:
         write_arrays(folder / f"held_out_rows_{step}.npz", arrays)
 
     def write_bad_batch(self, batch: Batch) -> None:
-        """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
+        """Writes a batch whose loss or gradient was not finite to bad_batches/, for inspection."""
         if not self.layout.is_main:
             return
         folder = self.directory / "bad_batches"
@@ -677,9 +677,9 @@ def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -
 
 
 def settings_of_adapters(options: Mapping[str, Value]) -> Preset:
-    """Returns the settings that --model_dir implies where it is a folder of adapters.
+    """Returns the settings that --model_dir implies if it is a folder of adapters.
 
-    --lora_rank 0 trains all parameters of the merged model. Raises: UserError where the options name other adapters
+    --lora_rank 0 trains all parameters of the merged model. Raises: UserError if the options name other adapters
     than the folder's.
     """
     folder = find_local(resolve_model_dir(str(options["model_dir"]))) if "model_dir" in options else None
@@ -691,9 +691,9 @@ def settings_of_adapters(options: Mapping[str, Value]) -> Preset:
 
 
 def make_default_folder(name: str, layout: Layout) -> str:
-    """Makes a new folder runs/<name>-<time>, with -2, -3, ... at its end where it exists; returns its name.
+    """Makes a new folder runs/<name>-<time>, with -2, -3, ... at its end if it exists; returns its name.
 
-    Raises: OSError where it cannot be made.
+    Raises: OSError if it cannot be made.
     """
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not layout.is_main:

@@ -1,6 +1,6 @@
 """Runs that others have made: which settings of a run folder may be taken over without asking.
 
-Settings can run code with the rights of the user: files of Python, and the code of a model where the sandbox is off. A
+Settings can run code with the rights of the user: files of Python, and the code of a model if the sandbox is off. A
 run that this user has trained, with these files as they are, is in the user's own list, out of reach of what is
 downloaded. Of all others, such settings must be named on the command line.
 """
@@ -54,7 +54,7 @@ def settings_with_code(settings: Mapping[str, Value]) -> list[Setting]:
 
 
 def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection[str]) -> None:
-    """Raises UserError where one of the settings that are `taken` over executes code, and the run is not the user's."""
+    """Raises UserError if one of the settings that are `taken` over executes code, and the run is not the user's."""
     for setting in settings_with_code(settings):
         flag, option, value = setting
         if flag in taken and fingerprint(run, setting) not in own_runs():
@@ -65,7 +65,7 @@ def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection
 
 
 def remember_code(run: Path, settings: Mapping[str, Value]) -> None:
-    """Notes that the user has trained a run with these settings, where they execute code."""
+    """Records that the user has trained a run with these settings, if they execute code."""
     lines = [fingerprint(run, setting) + "\n" for setting in settings_with_code(settings)]
     if lines:
         with contextlib.suppress(OSError):  # they have to be named then

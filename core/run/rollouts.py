@@ -165,7 +165,7 @@ def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
 
 
 def json_or_text(value: object) -> JSON:
-    """Returns a value as it is where JSON can hold it, else its text."""
+    """Returns a value as it is if JSON can hold it; if not, its text."""
     try:
         json.dumps(value, allow_nan=False)
         return value

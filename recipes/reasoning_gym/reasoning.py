@@ -4,7 +4,7 @@
     --env_name reasoning_gym --env_options "datasets=spell_backward*2(min_word_len=3;max_word_len=10)+leg_counting"
     --env_name reasoning_gym --env_options datasets=mixture.yaml
 
-where the file lists `{name: ..., weight: ..., config: {...}}`: a list, or under `specs`, or in policy-gradients' block
+The file lists `{name: ..., weight: ..., config: {...}}`: a list, or under `specs`, or in policy-gradients' block
 `data: {size, specs}`, whose size is the number of training problems.
 Source: github.com/open-thought/reasoning-gym, github.com/zafstojano/policy-gradients (system prompt, files).
 """

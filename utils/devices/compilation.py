@@ -98,10 +98,10 @@ def shapes_of(tree: PyTree, memory_kind: str = "") -> PyTree:
 
 
 def forget_programs() -> bool:
-    """Forgets all compiled programs where they have most of the memory mappings that Linux allows a process.
+    """Drops all compiled programs if they have most of the memory mappings that Linux allows a process.
 
     Those that are needed again come from the compilation cache. XLA takes three mappings for each kernel of a program
-    on a CPU, up to 500 for a program, and crashes where there are none left, usually of 65,530: a step may still add a
+    on a CPU, up to 500 for a program, and crashes if there are none left, usually of 65,530: a step may still add a
     quarter.
     """
     with contextlib.suppress(OSError, ValueError):  # not on Linux

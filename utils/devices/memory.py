@@ -17,7 +17,7 @@ CHUNK = 1 << 16  # elements
 
 
 def check_offload(mesh: Mesh) -> None:
-    """Raises UserError where the devices cannot reach memory of the host."""
+    """Raises UserError if the devices cannot reach memory of the host."""
     device = mesh.local_devices[0]
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
         raise UserError(
@@ -26,7 +26,7 @@ def check_offload(mesh: Mesh) -> None:
 
 
 def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:
-    """Returns arrays in this kind of memory; those that were moved are deleted where they are not to be kept.
+    """Returns arrays in this kind of memory; those that were moved are deleted if they are not to be kept.
 
     One after the other: JAX cannot donate an array to another kind of memory.
     """

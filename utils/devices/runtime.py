@@ -28,12 +28,12 @@ CPU_OPTIONS = ("--xla_backend_optimization_level=1",)  # of LLVM: programs are a
 
 
 def prepare(model_dir: str = "") -> None:
-    """Keeps compiled programs in the user's cache, and, where there is no accelerator, freed memory in the process.
+    """Keeps compiled programs in the user's cache, and, if there is no accelerator, freed memory in the process.
 
     JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. A small model in
     `model_dir` is compiled faster. A preset may call this before the command does.
 
-    Raises: UserError where the process may open too few files.
+    Raises: UserError if the process may open too few files.
     """
     open_closed_streams()
     raise_file_limit()
@@ -110,9 +110,9 @@ def open_closed_streams() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files to MANY_FILES where the hard limit allows that.
+    """Raises the soft limit of open files to MANY_FILES if the hard limit allows that.
 
-    Raises: UserError where even FEW_FILES are too many.
+    Raises: UserError if even FEW_FILES are too many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = soft != resource.RLIM_INFINITY and soft < MANY_FILES

@@ -228,7 +228,7 @@ def on_each(
 ) -> PyTree:
     """Returns f(weights, rows) under shard_map, on each device's rows and its fsdp shard of the weights, inside of jit.
 
-    f calls `gather` where it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
+    f calls `gather` when it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
     summed: for TPU it sends pieces of weights around and keeps running sums of their products in bfloat16, and the
     gradient of the head was summed whole on every device.
 

@@ -68,7 +68,7 @@ class TrainDeviceConfig(DeviceConfig):
 
 
 def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
-    """Joins the other processes, where there are some, and lays all devices out as a mesh.
+    """Joins the other processes, if there are some, and lays all devices out as a mesh.
 
     A small model in `model_dir` is compiled faster, by `keep_memory`.
 
@@ -80,7 +80,7 @@ def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
 def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
     """Returns the meshes that train and that draw rollouts: with --rollout_devices two, else twice the same.
 
-    Raises: UserError, as `make_layout`, and where rollouts cannot be drawn ahead on these devices.
+    Raises: UserError, as `make_layout`, and if rollouts cannot be sampled ahead on these devices.
     """
     devices = join_devices(model_dir)
     num_rollout = config.rollout_devices
@@ -101,9 +101,9 @@ def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "")
 
 
 def check_ahead(num_rollout: int, num_devices: int) -> None:
-    """Raises UserError where rollouts cannot be drawn ahead on these devices.
+    """Raises UserError if rollouts cannot be sampled ahead on these devices.
 
-    Programs that two threads launch on the same devices could begin in another order on each of them; where they send
+    Programs that two threads launch on the same devices could begin in another order on each of them; if they send
     something to one another, both would wait for ever.
     """
     if jax.process_count() > 1:
@@ -118,7 +118,7 @@ def check_ahead(num_rollout: int, num_devices: int) -> None:
 
 
 def join_devices(model_dir: str = "") -> list[jax.Device]:
-    """Joins the other processes, where there are some, and returns all devices."""
+    """Joins the other processes, if there are some, and returns all devices."""
     prepare(model_dir)
     join_processes()
     return find_devices()
@@ -194,7 +194,7 @@ def started_processes() -> tuple[int, int]:
 def ending_together() -> Iterator[None]:
     """Ends all processes of a job when the block, a whole program, ends one of them by an error.
 
-    Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; where that breaks
+    Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; if that breaks
     no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
 
     What was imported until here stays: collections pass it over, the one at the end of the program too.
@@ -274,7 +274,7 @@ def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.
         )
     outer = [count if axis == across else 1 for axis in sizes]
     inner = [size // n for size, n in zip(sizes.values(), outer, strict=True)]
-    # Axes are split where the physical mesh of a TPU slice has other sizes.
+    # Axes are split if the physical mesh of a TPU slice has other sizes.
     if count == 1:
         return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)

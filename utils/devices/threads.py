@@ -1,4 +1,4 @@
-"""Threads in which small models are computed on a CPU, where a product is too small for several cores.
+"""Threads in which small models are computed on a CPU, since a product is too small for several cores.
 
 `Layout.num_chains` says in how many.
 """

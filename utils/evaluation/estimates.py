@@ -28,7 +28,7 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     """Returns the mean over tasks and its 95% interval, by the name of the score.
 
     `_ci` is half the width of the interval. A score from 0 to 1 also gets `_low` and `_high`, the ends of Wilson's
-    interval, which is not symmetric; other scores get the normal approximation over tasks, and no interval where all
+    interval, which is not symmetric; other scores get the normal approximation over tasks, and no interval if all
     tasks are equal, since their spread is then unknown.
     """
     x = np.asarray(x, np.float64)
@@ -98,7 +98,7 @@ def task_estimates(
     """Returns estimates of each task: the mean of each score, then pass@k, best_of_k and maj@k.
 
     k is each number from 2 to 8, then 16, 32, ..., and G.
-    `answers` are the votes of all N G samples, in one spelling, None where there is none; without a single one maj@k is
+    `answers` are the votes of all N G samples, in one spelling, None if there is none; without a single one maj@k is
     left out.
     """
     correct = scores["correct_answer"] > 0
@@ -146,9 +146,9 @@ def majority_at_k(
 ) -> Float[np.ndarray, "K"]:
     """Returns the unbiased chance, for each k, that the answer most frequent among k of a task's G samples is right.
 
-    Answers are one vote where they were graded correct, since the grader found each of them equal to the reference, or
-    where they are equal but for white space at their ends and its amount within. Ties are decided by lot, in
-    expectation. Samples without an answer (None) do not vote; where nobody votes, nothing is right. Where equal answers
+    Answers are one vote if they were graded correct, since the grader found each of them equal to the reference, or
+    if they are equal apart from white space at their ends and its amount within. Ties are decided by lot, in
+    expectation. Samples without an answer (None) do not vote; if nobody votes, nothing is right. If equal answers
     were graded differently, a win counts by the share of them that are right.
 
     Source: arXiv 2203.11171 (majority vote); the mean over all subsets of k samples, as in pass@k, is exact.
@@ -207,7 +207,7 @@ def count_right_winners(
     right = np.zeros_like(subsets)  # each subset times how many of its winners are right
     for size, share in groups:
         losing = binomials(size, num_votes - 1)
-        winning = float(comb(size, num_votes))  # 0 where the answer has fewer votes
+        winning = float(comb(size, num_votes))  # 0 if the answer has fewer votes
         new_subsets = multiply_rows(subsets, losing)
         new_right = multiply_rows(right, losing)
         one_winner_fewer = subsets[:-1, :-num_votes]
@@ -234,7 +234,7 @@ def paired_bootstrap(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, f
     """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
     Tasks are drawn N times with replacement, both values of a task together; the interval holds the 2.5% to 97.5%
-    quantiles of the resampled mean of y - x, and is None where all tasks differ by the same: resampling them says
+    quantiles of the resampled mean of y - x, and is None if all tasks differ by the same: resampling them says
     nothing. p is the share of the resamples, the data themselves counted as one, in which the mean is 0 or less. It is
     at least 2^-N, the chance that N signs agree, which no number of resamples can undercut.
     Sources: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4; Phipson and Smyth

@@ -50,7 +50,7 @@ class Result:
 
 
 def check_writable(scores: str, samples: str) -> None:
-    """Opens both files, where they are named, before hours of work; empties the one of samples.
+    """Opens both files, if they are named, before hours of work; empties the one of samples.
 
     Raises: OSError when one cannot be written.
     """
@@ -125,7 +125,7 @@ def format_report(objects: Sequence[TableRow]) -> str:
 def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]]) -> str:
     """Returns the first and last held-out scores of runs as a table, and their means over the runs of groups.
 
-    `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty where nothing was held out.
+    `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty if nothing was held out.
     """
     names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
     if not names:
@@ -174,7 +174,7 @@ def difference_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
 
 
 def few_tasks_note(objects: Sequence[TableRow]) -> str:
-    """Returns a line that names the environments whose differences are over few problems; empty where none is."""
+    """Returns a line that names the environments whose differences are over few problems; empty if none is."""
     names = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
     if not names:
         return ""
@@ -182,7 +182,7 @@ def few_tasks_note(objects: Sequence[TableRow]) -> str:
 
 
 def format_score(metrics: Mapping[str, float], name: str) -> str:
-    """Returns a metric and its interval, "-" where it is not there."""
+    """Returns a metric and its interval; "-" if it is not there."""
     if name == "length":
         return f"{metrics[name]:.1f}"
     if name not in metrics:
@@ -192,7 +192,7 @@ def format_score(metrics: Mapping[str, float], name: str) -> str:
 
 
 def format_interval(metrics: Mapping[str, float], name: str, digits: int) -> str:
-    """Returns the 95% interval of a metric: its ends, half its width where it is symmetric, or nothing."""
+    """Returns the 95% interval of a metric: its ends, half its width if it is symmetric, or nothing."""
     if f"{name}_low" in metrics:
         low = metrics[f"{name}_low"]
         high = metrics[f"{name}_high"]
@@ -204,7 +204,7 @@ def format_interval(metrics: Mapping[str, float], name: str, digits: int) -> str
 
 
 def format_difference(difference: Mapping[str, float | None] | None) -> str:
-    """Returns a mean difference with its interval and p, "-" where there is none."""
+    """Returns a mean difference with its interval and p; "-" if there is none."""
     if difference is None:
         return "-"
     interval = "unknown"

@@ -156,12 +156,12 @@ def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]
 
 
 def describe_same(reward: float | None, spread: float | None) -> str:
-    """Returns in brackets the reward of all rollouts, by their mean and spread; empty where they differ."""
+    """Returns in brackets the reward of all rollouts, by their mean and spread; empty if they differ."""
     return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""
 
 
 def advise_equal(metrics: Mapping[str, JSON]) -> str:
-    """Returns what to try where the rewards of groups are equal, by what the metrics of the step say of the cause."""
+    """Returns what to try if the rewards of groups are equal, by the cause that the step's metrics show."""
 
     def mean(name: str) -> float:
         value = metrics.get(f"env/{name}")

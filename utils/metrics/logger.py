@@ -57,7 +57,7 @@ class Logger(contextlib.AbstractContextManager):
     """Records the metrics of a run in `directory`, and in the `sinks`.
 
     `resume_step` is the step that a resumed run continues from: later lines of both files are dropped, since those
-    steps will be run again. `num_steps`: of the run, 0 where it may end before. `test_interval`: steps from one
+    steps will be run again. `num_steps`: of the run, 0 if it may end before. `test_interval`: steps from one
     evaluation to the next.
 
     Raises: OSError when a file cannot be written.
@@ -120,7 +120,7 @@ class Logger(contextlib.AbstractContextManager):
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints a line of the step, one of the held-out problems where they were evaluated, and warnings."""
+        """Prints a line of the step, one of the held-out problems if they were evaluated, and warnings."""
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
         training = summary(f"step {place}", TRAINING, metrics, self.columns["step"])
         held_out = summary(f"test {place}", HELD_OUT, metrics, self.columns["test"])
@@ -135,7 +135,7 @@ class Logger(contextlib.AbstractContextManager):
             self.warn(step, metric, warning)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the seconds of a step, and an estimate of the time until the end, where these are known."""
+        """Returns the seconds of a step, and an estimate of the time until the end, if these are known."""
         if "times/step" not in metrics:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
@@ -192,7 +192,7 @@ def running_time(metrics: Mapping[str, float], name: str) -> float:
 
 
 def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float], columns: list[str]) -> str:
-    """Returns metrics in one line, with numbers as in the report; empty where there are none.
+    """Returns metrics in one line, with numbers as in the report; empty if there are none.
 
     `columns`, to which new metrics are added while there is room, keep their places: one that a step lacks is blank.
     A KL of exactly 0 is that of the only update of a step, and makes no column.
@@ -237,13 +237,13 @@ def printable(text: str, max_chars: int = 1600) -> str:
 
 
 def writable(text: str, stream: TextIO) -> str:
-    """Returns text with a "?" for each character that the stream's encoding lacks, where print would raise."""
+    """Returns text with a "?" for each character that the stream's encoding lacks, since print would raise."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 def paint(text: str, color: str) -> str:
-    """Returns text in an ANSI color, where standard output is a terminal and NO_COLOR is not set."""
+    """Returns text in an ANSI color, if standard output is a terminal and NO_COLOR is not set."""
     has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return f"\x1b[{color}m{text}\x1b[0m" if has_colors else text
 
@@ -291,7 +291,7 @@ def lossy_output() -> Iterator[None]:
 
 
 class LabeledOutput(io.TextIOBase):
-    """Writes whole lines of threads, each behind the name of its thread where that is one of `names`.
+    """Writes whole lines of threads, each behind the name of its thread if that is one of `names`.
 
     It is no terminal, so that nothing is drawn or colored, and has no descriptor.
     """

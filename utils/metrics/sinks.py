@@ -35,7 +35,7 @@ Returned = TypeVar("Returned")
 
 class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        """Records the metrics of a step: JSON values, None where a number is not finite."""
+        """Records the metrics of a step: JSON values, None if a number is not finite."""
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         """Records example rollouts of a step, rows of rollouts/step_N.jsonl."""
@@ -47,7 +47,7 @@ class Sink(Protocol):
 class GuardedSink:
     """A sink that is dropped after its first exception, or call that does not end, with a warning.
 
-    Its calls run in a thread of its own, which is left behind where one hangs.
+    Its calls run in a thread of its own, which is left behind if one hangs.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]):
@@ -70,7 +70,7 @@ class GuardedSink:
             self.attempt(self.sink.close)
 
     def attempt(self, call: Callable[..., Returned], *args: int | Mapping | Sequence) -> Returned | None:
-        """Calls a function of the sink, and drops the sink where that raises or hangs."""
+        """Calls a function of the sink, and drops the sink if that raises or hangs."""
         future = Future()
         self.calls.put((future, call, args))
         wait([future], MAX_SECONDS)
@@ -137,7 +137,7 @@ class Wandb:
         if mode == "online" and not has_wandb_login(wandb):
             print("wandb: no login found (`wandb login`), so this run is recorded offline.")
             mode = "offline"
-        # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
+        # Seconds. Without finish_timeout, the end of a run waits forever if the network is gone.
         # quiet: no table of all metrics below the summary of the run.
         settings_of_wandb = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60, quiet=True)
         self.wandb = wandb
@@ -150,7 +150,7 @@ class Wandb:
             id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
             project=config.wandb_project or "lmpo",
             name=config.wandb_name or directory.name,
-            group=config.wandb_group or None,  # WANDB_RUN_GROUP, where that is set
+            group=config.wandb_group or None,  # WANDB_RUN_GROUP, if that is set
         )
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
@@ -246,7 +246,7 @@ def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:
 
 
 def read_or_create(file: Path, make: Callable[[], str]) -> str:
-    """Returns the text in a file, which is made and written where there is none."""
+    """Returns the text in a file, which is made and written if there is none."""
     if not file.exists():
         file.write_text(make())
     return file.read_text()

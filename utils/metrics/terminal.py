@@ -1,4 +1,4 @@
-"""Progress in the last line of the terminal; a line a minute where standard error is no terminal.
+"""Progress in the last line of the terminal; a line a minute if standard error is no terminal.
 
 A thread draws, so that the seconds advance while XLA compiles or a device works, at no cost to that work.
 """
@@ -20,7 +20,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also on
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # reported just before XLA compiles a program
 DELAY = 0.7  # seconds until a wait is drawn
 PERIOD = 0.2  # seconds between two drawings
-INTERVAL = 60  # seconds between two lines where nothing can be drawn
+INTERVAL = 60  # seconds between two lines if nothing can be drawn
 WIDTH = 24  # characters of a bar
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Wait:
         return time.perf_counter() - self.start
 
     def describe(self, outer: "Wait", width: int) -> str:
-        """Returns a line about this wait, which is for the `outer` one, with a bar where that fits into `width`."""
+        """Returns a line about this wait, which is for the `outer` one, with a bar if that fits into `width`."""
         seconds = int(outer.seconds)
         cells = [outer.name if self.total or self is outer else f"{outer.name}: {self.name}"]
         if self.total:
@@ -116,7 +116,7 @@ class Terminal:
                     self.show(wait, outer)
 
     def show(self, wait: Wait, outer: Wait) -> None:
-        """Draws a wait behind the name of the outermost one, or writes it where that is due."""
+        """Draws a wait behind the name of the outermost one, or writes it if that is due."""
         text = wait.describe(outer, shutil.get_terminal_size().columns - 1)
         if self.is_screen:
             self.replace_line(text)

@@ -71,18 +71,18 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "Correct answers",
-        "Dots are held-out problems with 95% intervals, lines are training: a gain shows where they do not overlap.",
+        "Dots are held-out problems with 95% intervals, lines are training: a gain is shown if they do not overlap.",
         {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%",
     ),
     Panel(
         "Loss of written replies",
-        "Nats per token of supervised fine-tuning: where the held-out loss rises while that of training falls, the "
+        "Nats per token of supervised fine-tuning: if the held-out loss rises while that of training falls, the "
         "replies are learned by heart, and fewer --num_epochs are better.",
         {"test_data/loss": "held out", "data/loss": "training"},
     ),
     Panel(
         "Return",
-        "The mean reward is what training raises, so watch it first; where it rises and the correct answers do not, "
+        "The mean reward is what training raises, so watch it first; if it rises and the correct answers do not, "
         "the model has learned to please the reward.",
         {"test_env/return": "held out", "env/return": "training"},
     ),
@@ -186,7 +186,7 @@ def write_report(
 
 
 def label_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Returns metrics.jsonl of each run by the run's name, or by its path where two runs share a name."""
+    """Returns metrics.jsonl of each run by the run's name, or by its path if two runs share a name."""
     files = {}
     for run in runs:
         path = Path(run)
@@ -254,7 +254,7 @@ def curve_data(steps: Values, values: Values, ends: Mapping[float, Interval]) ->
 
 
 def rounded(x: float) -> float | None:
-    """Returns a number with five digits, None where it is not finite."""
+    """Returns a number with five digits; None if it is not finite."""
     return float(f"{x:.5g}") if np.isfinite(x) else None
 
 
@@ -278,7 +278,7 @@ def thin(values: Values, limit: int) -> Int[np.ndarray, "K"]:
 
 
 def first_and_last(folder: Path) -> dict[str, JSON]:
-    """Returns rollouts of the first and of the last step in turn, of the same problems where both have some.
+    """Returns rollouts of the first and of the last step in turn, of the same problems if both have some.
 
     Those of held-out problems come first: each evaluation has the same ones.
     """
@@ -325,7 +325,7 @@ def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
 def task_means(file: Path) -> dict[str, TaskMeans]:
     """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file.
 
-    Raises: UserError where they are not that, or not finite.
+    Raises: UserError if they are not that, or not finite.
     """
     arrays = read_arrays(file, ("tasks", "returns"))
     scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
@@ -344,7 +344,7 @@ def row_means(file: Path) -> dict[str, TaskMeans]:
     """Returns a value for each held-out row whose mean is the loss of a token, from arrays of metrics.row_losses.
 
     The values of long and short rows differ as the terms of a ratio of two sums do, so that differences between steps
-    have the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError where the file has other arrays.
+    have the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError if the file has other arrays.
     """
     names = "losses", "num_tokens"
     arrays = read_arrays(file, names)
@@ -357,7 +357,7 @@ def row_means(file: Path) -> dict[str, TaskMeans]:
 
 
 def read_rows(file: Path) -> list[SizedRow]:
-    """Returns the rollouts of a file, in as little memory as their text; none where it cannot be read."""
+    """Returns the rollouts of a file, in as little memory as their text; none if it cannot be read."""
     rows = []
     with skipping_damage():
         rows += [SizedRow.of(line, row) for line, row in read_lines(file)]
@@ -367,7 +367,7 @@ def read_rows(file: Path) -> list[SizedRow]:
 def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple[int, JSONRow]]:
     """Returns the first rows of the same tasks in turn, of `first` (0) and of `last` (-1): PAIRS of each of CHANGES.
 
-    It adds their change, by the correct answers where these are known, else by the return.
+    It adds their change, by the correct answers if these are known; if not, by the return.
     """
     before, after = ({row.task: row for row in reversed(rows)} for rows in (first, last))
     pairs: dict[str, list[tuple[SizedRow, SizedRow]]] = {change: [] for change in CHANGES}

@@ -55,7 +55,7 @@ def read_metrics(metrics_jsonl: str | Path) -> Curves:
     """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
 
     A step of training without a value, as one without an update, is NaN too; held-out scores are of some steps only.
-    Raises: UserError naming the file where it holds more than MAX_NUMBERS, OSError.
+    Raises: UserError naming the file if it holds more than MAX_NUMBERS, OSError.
     """
     columns: dict[str, Column] = {}
     for _, record in read_lines(metrics_jsonl, key="global_step"):
@@ -95,13 +95,13 @@ def intervals(run: Curves, name: str) -> dict[float, Interval]:
 
 
 def by_steps(run: Curves, name: str) -> dict[float, float]:
-    """Returns the values of a metric by step; none where it was never logged."""
+    """Returns the values of a metric by step; none if it was never logged."""
     steps, values = run.get(name, ((), ()))
     return dict(zip(steps, values, strict=True))
 
 
 def format_point(run: Curves, name: str, index: int) -> str:
-    """Returns one value of a metric as text, with its 95% interval where there is one; "-" where the step has none."""
+    """Returns one value of a metric as text, with its 95% interval if there is one; "-" if the step has none."""
     steps, values = run[name]
     text = "-" if np.isnan(values[index]) else format_value(name, values[index])
     ends = intervals(run, name).get(steps[index])
@@ -123,7 +123,7 @@ def is_share(name: str) -> bool:
 
 
 def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
-    """Draws one large panel for the score and small ones for other metrics; runs have colors, one alone a title.
+    """Plots one large panel for the score and small ones for other metrics; runs have colors, one alone a title.
 
     1200 x 600 pixels; panels of metrics that were never logged are left out.
     """
@@ -157,7 +157,7 @@ def make_figure(**options: object) -> "matplotlib.figure.Figure":
 
     MPLBACKEND is not read: a notebook hands it on to the commands that it starts, where it may name no backend.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where HOME cannot be written
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns if HOME cannot be written
     backend = os.environ.pop("MPLBACKEND", None)
     try:
         from matplotlib.figure import Figure
@@ -205,7 +205,7 @@ def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, color: str, 
 
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns the mean of the finite ones of each value and the WINDOW - 1 before it; NaN where the value is."""
+    """Returns the mean of the finite ones of each value and the WINDOW - 1 before it; NaN if the value is."""
     end = np.arange(len(values)) + 1
     start = np.maximum(end - WINDOW, 0)
     is_finite = np.isfinite(values)

@@ -1,6 +1,6 @@
 """Verdict on a run in words: what it has learned and by how much, or since when nothing has changed.
 
-It compares held-out scores problem by problem (losses row by row), or by their 95% intervals where only their means are
+It compares held-out scores problem by problem (losses row by row), or by their 95% intervals if only their means are
 known; a run without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
 """
 
@@ -32,7 +32,7 @@ HINT = "Held-out problems would show more: --test_env_name X-test for environmen
 
 
 class Point(NamedTuple):
-    """A score at a step, with the ends of its 95% interval, and what it is the mean of, where that is known."""
+    """A score at a step, with the ends of its 95% interval, and what it is the mean of, if that is known."""
 
     step: int
     value: float
@@ -44,7 +44,7 @@ class Point(NamedTuple):
 def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
-    It is that of the correct answers, where they are logged and have changed, else that of the return, else that of the
+    It is that of the correct answers if they are logged and have changed, or that of the return, or that of the
     loss of written replies; without an update there is nothing to compare.
     """
     held_out = [name for name, _ in MAIN if name in run]
@@ -59,7 +59,7 @@ def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
 
 
 def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
-    """Returns the verdict on runs that differ in the seed only, by their mean change; None where there is none to tell.
+    """Returns the verdict on runs that differ in the seed only, by their mean change; None if there is none.
 
     Its interval is over the seeds: it tells what another one would bring.
     """
@@ -78,13 +78,13 @@ def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
 
 
 def made_no_update(run: Curves) -> bool:
-    """True where steps of training were logged, and none updated the model."""
+    """True if steps of training were logged, and none updated the model."""
     _, counts = run.get("num_updates", ((), np.zeros(0)))
     return len(counts) > 0 and not np.nansum(counts)
 
 
 def num_failed(run: Curves) -> float:
-    """Returns the rollouts whose reward failed, where these are more than half of all."""
+    """Returns the rollouts whose reward failed, if these are more than half of all."""
     names = "env/reward_errors", "env/reward_timeouts", "rollout/num_rollouts"
     errors, timeouts, rollouts = (float(np.nansum(run.get(name, ((), 0))[1])) for name in names)
     return errors + timeouts if errors + timeouts > rollouts / 2 else 0.0
@@ -160,7 +160,7 @@ def training_points(run: Curves, name: str) -> list[Point]:
 
 
 def difference(first: Point, last: Point) -> Interval:
-    """Returns the 95% interval of last - first: paired where both are known for the same problems, 30 or more.
+    """Returns the 95% interval of last - first: paired if both are known for the same problems, 30 or more.
 
     A share can neither fall below 0 nor rise above 1, so its interval ends there.
     """
@@ -200,7 +200,7 @@ def describe_change(name: str, first: Point, last: Point, ends: Sequence[float])
 
 
 def flat_since(points: list[Point]) -> int | None:
-    """Returns the step from which no score differs from the last by `difference`; None where fewer than three do."""
+    """Returns the step from which no score differs from the last by `difference`; None if fewer than three do."""
     ends = [difference(point, points[-1]) for point in points]
     outside = [i for i, (low, high) in enumerate(ends) if not low <= 0 <= high]
     start = outside[-1] + 1 if outside else 0

@@ -29,7 +29,7 @@ NUM_STATES = 2  # kept, the latest
 class CheckpointManager:
     """The training states in a folder, by step; all processes call every method.
 
-    Raises: OSError where one cannot be written; an error of the writing in the background is raised by a later call.
+    Raises: OSError if one cannot be written; an error of the writing in the background is raised by a later call.
     """
 
     def __init__(self, folder: epath.PathLike, layout: Layout):
@@ -86,9 +86,9 @@ class CheckpointManager:
                 self.manager.close()
 
     def restore(self, state: PyTree) -> tuple[PyTree, SavedProgress]:
-        """Returns the newest whole state, laid out as `state`, and its progress; `state` and {} where there is none.
+        """Returns the newest whole state, laid out as `state`, and its progress; `state` and {} if there is none.
 
-        The arrays of `state` are deleted where another is restored, since memory holds one. Damaged states are renamed,
+        The arrays of `state` are deleted if another is restored, since memory holds one. Damaged states are renamed,
         with a warning.
 
         Raises: UserError when there are states, and all of them are damaged.

@@ -21,7 +21,7 @@ class FolderLock:
     holder is gone. A holder that was itself frozen for so long finds the file of another process, and `is_lost` becomes
     true.
 
-    Raises: UserError naming the process that holds the lock, OSError where the file cannot be written.
+    Raises: UserError naming the process that holds the lock, OSError if the file cannot be written.
     """
 
     def __init__(self, folder: Path, is_new: bool = False):
@@ -74,7 +74,7 @@ class FolderLock:
 
 
 def is_running_here(holder: OwnerRecord) -> bool:
-    """True if the holder runs on this machine, even if it is stopped; False also where there is no /proc.
+    """True if the holder runs on this machine, even if it is stopped; False also if there is no /proc.
 
     Its start tells it from another process of its number, as containers have them. filelock records the ticks since the
     start of the machine in the lower 64 bits.

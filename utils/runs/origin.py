@@ -75,7 +75,7 @@ def start_of(origin: Mapping[str, JSON]) -> str:
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
-    """Returns the settings of a run, and where it comes from; both empty where there is no file.
+    """Returns the settings of a run, and where it comes from; both empty if there is no file.
 
     Raises: UserError naming the file and what is wrong in it.
     """

@@ -8,7 +8,7 @@ from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 from utils.settings.removed import REMOVED, check_removed
 
-LENGTH = {"max_steps", "num_epochs"}  # may change too, but where the learning rate is on its way to 0 at the end
+LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
 
 def check_settings(
@@ -41,7 +41,7 @@ def check_settings(
 
 
 def read_before(file: Path, noun: str) -> dict[str, JSON]:
-    """Returns what the run before has written into a file; empty, with a warning, where that cannot be read."""
+    """Returns what the run before has written into a file; empty, with a warning, if that cannot be read."""
     try:
         return read_json(file)
     except (OSError, UserError) as error:
@@ -50,7 +50,7 @@ def read_before(file: Path, noun: str) -> dict[str, JSON]:
 
 
 def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:
-    """Raises UserError where a run has changed since it was saved; prints the changes where `resume` is "force"."""
+    """Raises UserError if a run has changed since it was saved; prints the changes if `resume` is "force"."""
     if not changes:
         return
     text = "; ".join(changes)

@@ -14,7 +14,7 @@ REPEATS = 1.0  # seconds in which signals are one: `timeout` sends its own to th
 
 
 class Stop(BaseException):
-    """Raised where a signal ends a run; not an Exception, so that `except Exception` does not catch it."""
+    """Raised if a signal ends a run; not an Exception, so that `except Exception` does not catch it."""
 
 
 class Signals:

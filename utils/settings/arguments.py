@@ -98,7 +98,7 @@ def split_argument(word: str, types: Mapping[str, type], aliases: Mapping[str, s
 def next_value(name: str, value_type: type, words: deque[str]) -> str:
     """Removes the value of an option from the words that follow it; a bool without one is true.
 
-    Raises: UserError where there is none, or it is no bool.
+    Raises: UserError if there is none, or it is no bool.
     """
     if value_type is bool:
         if not words or words[0].startswith("-"):

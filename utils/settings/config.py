@@ -205,7 +205,7 @@ def convert(
 ) -> dict[str, Value]:
     """Returns the options that are set, each of its type, with the flags of another program rewritten to ours.
 
-    Those that went, in presets, are dropped with a note. Raises: UserError where a value changed results.
+    Those that went, in presets, are dropped with a note. Raises: UserError if a value changed results.
     """
     options, foreign, removed = {}, [], []
     for assignment in assignments:
@@ -287,7 +287,7 @@ def describe_flag(flag: str, text: str) -> list[str]:
 
 
 def fit(description: str) -> list[str]:
-    """Returns a docstring in lines of HELP_WIDTH; commands stay whole, behind their comment where both are too long."""
+    """Returns a docstring in lines of HELP_WIDTH; commands stay whole, behind their comment if both are too long."""
     lines = []
     for block in description.strip("\n").split("\n\n"):
         is_code = block.startswith(("    ", "python "))  # Python 3.13 removes the indentation of docstrings

@@ -35,7 +35,7 @@ def fail(message: str) -> NoReturn:
 
 
 def check_installed(package: str, purpose: str, install: str = "-r requirements.txt") -> None:
-    """Raises UserError, with pip's line, where a package is missing that not all commands need."""
+    """Raises UserError, with pip's line, if a package is missing that not all commands need."""
     if not is_installed(package):
         raise UserError(f"{purpose} needs {package}, which is not installed: `pip install {install}`")
 

@@ -37,7 +37,7 @@ def read_preset(path: str) -> Preset:
 
 
 def demo_of_tiny(options: Mapping[str, object], is_announced: bool = True) -> Preset:
-    """Returns the demo's options where no environment is named for models/tiny, which knows no other; else none."""
+    """Returns the demo's options if no environment is named for models/tiny, which has learned no other."""
     if Path(str(options.get("model_dir", TINY))) != Path(TINY) or "env_name" in options:
         return {}
     if is_announced:

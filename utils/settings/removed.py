@@ -44,9 +44,9 @@ REMOVED: Mapping[str, Removed] = {
 
 
 def check_removed(name: str, value: object, source: str, is_forced: bool) -> None:
-    """Prints what replaces an option that went, where its value in a file is not the default.
+    """Prints what replaces an option that went, if its value in a file is not the default.
 
-    source: the value as the file has it. Raises: UserError where it changed results, unless `is_forced`.
+    source: the value as the file has it. Raises: UserError if it changed results, unless `is_forced`.
     """
     gone = REMOVED[name]
     if value == gone.default:
