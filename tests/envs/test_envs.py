@@ -547,9 +547,9 @@ def test_reasoning_gym_mixtures(tmp_path):
             envs.make_env("reasoning_gym", datasets=text)
 
 
-def test_the_readmes_example_works(monkeypatch):
-    readme = (ROOT / "README.md").read_text()
-    code = readme[readme.index("from envs.base import Env, Problem") :].partition("```")[0]
+def test_the_example_of_an_environment_works(monkeypatch):
+    page = (ROOT / "docs/tasks.md").read_text()
+    code = page[page.index("from envs.base import Env, Problem") :].partition("```")[0]
     assert len(code.strip().splitlines()) <= 19
     module = type(sys)("envs.product")
     exec(code, vars(module))
