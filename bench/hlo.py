@@ -334,7 +334,7 @@ def traffic(parsed: Computations, name: str, cache: int = 0) -> Traffic:
 
 
 def is_cached(parsed: Computations, name: str, line: Instruction, cache: int) -> bool:
-    """True if an array is made in this computation, not in the place of another, and fits into the cache."""
+    """True if an array is made in this computation, not written over another one, and fits into the cache."""
     while line.op in ("bitcast", "get-tuple-element"):
         line = find(parsed[name], line.operands[0])
     is_made = line.op not in FREE and not line.op.endswith(("-start", "-done"))

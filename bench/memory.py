@@ -45,7 +45,7 @@ class TableConfig:
 
     shapes: str = option("Qwen3-0.6B,Qwen3-1.7B,Qwen3-4B,Qwen3-8B", "Names of models, with commas between")
     remats: str = option("dots,full", "Values of --remat, with commas between")
-    given: bool = option(False, "Only the optimizer that the options or a preset name, in place of all")
+    given: bool = option(False, "Run only the optimizer that the options or a preset name, instead of all")
     json: str = option("", "File for the figures; empty: not written")
 
 

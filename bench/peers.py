@@ -75,7 +75,7 @@ class Command:
         "torch,trl,tunix", "Sides besides our own, with commas between; torch: transformers, a plain loop"
     )
     variants: str = option(
-        "", "Variants in place of the default ones, as SIDE=V1+V2 with commas between; ours are NAME=VALUE:..."
+        "", "Variants instead of the default ones, as SIDE=V1+V2 separated by commas; ours are NAME=VALUE:..."
     )
     python: str = option("", "Interpreters of peers that are installed elsewhere, as PEER=PATH with commas between")
     folder: str = option("", "Folder that random models are kept in; empty: a temporary one")

@@ -1,4 +1,4 @@
-"""SAPO (arXiv 2511.20347): a sigmoid gate in the place of the clip.
+"""SAPO (arXiv 2511.20347): a sigmoid gate instead of the clip.
 
 The gradient of a token fades as its ratio leaves 1, a little faster for negative advantages (tau 1.05 against 1),
 and never vanishes. Expect clip_fraction 0 and behavior close to GRPO's while ratios stay near 1.

@@ -102,8 +102,8 @@ def parse_command(argv: Sequence[str]) -> EvalCommand:
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
-    Of models/tiny they are the demo's. What does not change results, as the rows drawn at a time, is left to this
-    machine. Raises: UserError for a run of others that would run code.
+    Of models/tiny they are the demo's. Settings that do not change results, such as rows per call, are left to
+    this machine. Raises: UserError for a run of others that would run code.
     """
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:

@@ -4,7 +4,7 @@
         --config configs/demo.py --lora_rank 4 --lr 3e-3 --save_dir runs/population
 
 Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
-core/grpo.py, in a thread and a folder of its own; core/extensions/members.py draws completions of all in one batch.
+core/grpo.py, in a thread and a folder of its own; core/extensions/members.py samples completions of all in one batch.
 """
 
 import gc
@@ -56,7 +56,7 @@ from utils.settings.lmpo import LMPO
 from utils.settings.options import option
 from utils.settings.presets import demo_of_tiny
 
-SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
+SHARED_GROUPS = ("lora", "compute", "devices")  # groups of options in which members agree, beside SHARED
 SHARED = ("model_dir", "inference_batch_per_device")
 POLL = 0.1  # seconds between two looks at signals
 MemberOptions = dict[str, str]  # the values of a member, by the name of the option
@@ -78,7 +78,7 @@ class MemberRun(Run):
     """A run whose updates and drawings take turns with those of the other members."""
 
     # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
-    # a CPU in any case, two at once 2.1 GB in place of 1.4.
+    # a CPU in any case, two at once 2.1 GB instead of 1.4.
     turn = threading.Lock()
     num_members = 1
     failed = ""  # name of the member whose failure ends this run
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
     read = partial(parse, Config, spellings=LMPO, implied=partial(settings_of_model, is_announced=False))
     configs = {name: read(member_arguments(argv, own)) for name, own in values.items()}
     check_members(configs)
-    os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in: it logs one run of a process
+    os.environ["WANDB_MODE"] = "disabled"  # in any case: it logs one run of a process
     first = next(iter(configs.values()))
     layout = make_layout(first.devices, first.model_dir)
     if layout.mesh.size > 1:
@@ -268,7 +268,7 @@ def make_member(
 
 
 def share_sampler(worker: RolloutWorker, name: str, signals: Signals, shared: SharedSampler) -> RolloutWorker:
-    """Returns a worker that draws together with those of the other members."""
+    """Returns a worker that samples together with those of the other members."""
     sampler = MemberSampler(**settings_of(worker.sampler), member=name, signals=signals, shared=shared)
     return replace(worker, sampler=sampler)
 
@@ -301,7 +301,7 @@ def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
 def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptions]) -> None:
     """Prints the last held-out scores of all members, and writes population.png and population.html."""
     runs = {member.name: read_metrics(member.run.directory / "metrics.jsonl") for member in members}
-    groups = {}  # of members that differ in the seed only
+    groups = {}  # groups of members that differ in the seed only
     for name, own in values.items():
         others = "_".join(f"{option}={short_value(value)}" for option, value in own.items() if option != "seed")
         groups.setdefault(others or "all", []).append(name)

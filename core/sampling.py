@@ -1,6 +1,6 @@
 """Samples from a checkpoint: a chat on a terminal or in a browser, or completions of prompts from a file.
 
-    python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
+    python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, or built-in prompts
     python core/sampling.py --ckpt_dir models/tiny,runs/demo/step24 --web 8000    # a chat with both, in a browser
 """
 
@@ -59,7 +59,7 @@ from utils.threefry import make_key
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 NUM_EXAMPLES = 6  # held-out problems on the page
-Style = tuple[bool | None, str]  # of prompts: thinking (None: as the template has it), and prefix of the reply
+Style = tuple[bool | None, str]  # style of prompts: thinking (None: the template's default), and prefix of the reply
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def encode_row(row: JSONRow, tokenizer: Tokenizer, config: PromptConfig) -> list
 
 
 def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]:
-    """Returns how each model is asked: as it was trained here, else as the first of the others that was."""
+    """Returns the prompt style of each model: of its training here, or of the first other model with such training."""
     known = [tokenizer.training_prompts for tokenizer in tokenizers]
     trained = next((style for style in known if style != (None, "")), (None, ""))
     styles = [trained if style == (None, "") else style for style in known]
@@ -185,7 +185,7 @@ def with_room(
 
 
 def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> JSONRow:
-    """Returns what is written of completion `b`."""
+    """Returns the fields of completion `b` in files."""
     columns = slice(int(completions.prompt_lengths[b]), int(completions.lengths[b]))
     tokens = completions.tokens[b, columns].tolist()
     return {
@@ -236,7 +236,7 @@ def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
 
 
 class ChatModel:
-    """A model that one can talk to; each reply is drawn with a number of its own under the key."""
+    """A model to chat with; each reply is sampled with a number of its own under the key."""
 
     has_one_turn = False
     examples = Examples()
@@ -269,7 +269,7 @@ class ChatModel:
         return self.examples.grade(messages[0]["content"], self.style[1] + reply) if len(messages) == 1 else None
 
     def change(self, name: str, value: str) -> None:
-        """Changes a setting of the distribution that is drawn from. Raises: UserError."""
+        """Changes a setting of the sampling distribution. Raises: UserError."""
         settings = vars(self.sampler.distribution)
         if name not in settings:
             raise UserError(f"/set {name}: there is no such setting: choose one of {', '.join(settings)}")
@@ -308,7 +308,7 @@ def main(config: SamplingCommand) -> None:
 
 
 def serve_chat(config: SamplingCommand, layout: Layout) -> None:
-    """Serves the page for the models, with problems of the environment that the last trained one of them knows."""
+    """Serves the page for the models, with problems of the environment of the last trained one."""
     names = config.prompts.ckpt_dir.split(",")
     models = load_chat_models(names, config, layout)
     trained = [trained_settings(name) for name in names]
@@ -322,7 +322,7 @@ def serve_chat(config: SamplingCommand, layout: Layout) -> None:
 
 
 def load_last(name: str, config: SamplingCommand, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
-    """Loads a model: of a run folder the one of the last step."""
+    """Loads a model; from a run folder, the model of the last step."""
     _, folder = find_checkpoints(name)[-1]
     return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, Shaped
 
 Tree = TypeVar("Tree")  # a pytree of [B, ...] arrays
 RowNumbers = Int[np.ndarray, "_"]  # numbers of rows
-EMPTY = -1  # in the place of a row's number
+EMPTY = -1  # stands for no row
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""What the settings attach to a sampler: forced answers, conversations; and what cannot be combined."""
+"""Attaches forced answers and conversations to a sampler by the settings; refuses options that do not combine."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +15,8 @@ from envs.settings import RolloutSettings
 from models.oracle import check_prompt, check_result
 from models.tokenizer import Tokenizer
 
-NUM_PROMPTS = 4  # that are compared with transformers' rendering
-SAID = ' It is "7" & so on.\n'  # what an environment or a tool says in such a comparison
+NUM_PROMPTS = 4  # prompts that are compared with transformers' rendering
+SAID = ' It is "7" & so on.\n'  # message of an environment or a tool in such a comparison
 
 
 def attach(
@@ -38,7 +38,7 @@ def attach(
 
 
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:
-    """Compares prompts, and what follows a turn, with transformers' rendering; returns notes on prompts.
+    """Compares prompts, and the tokens behind a turn, with transformers' rendering; returns notes on prompts.
 
     Raises: UserError if they differ: see models/oracle.py.
     """
@@ -77,7 +77,7 @@ def with_forced_answer(
 
 @cache
 def answer_function(tokenizer: Tokenizer, answer: ForcedAnswer) -> Callable[..., list[int]]:
-    """Returns `forced_answer` of these: one object, so that samplers with equal settings are equal."""
+    """Returns `forced_answer` with these arguments: one object, so that samplers with equal settings are equal."""
     return partial(forced_answer, tokenizer, answer)
 
 

@@ -11,7 +11,7 @@ CONTEXT = 100  # characters of a reply, behind which its answer is encoded
 
 
 def forced_answer(tokenizer: Tokenizer, answer: ForcedAnswer, reply_tokens: Int[np.ndarray, "A"]) -> list[int]:
-    """Returns the tokens that follow those of a reply in place of drawn ones; none if it has an answer."""
+    """Returns the tokens that follow a reply's instead of sampled ones; none if the reply has an answer."""
     reply = tokenizer.decode(reply_tokens)
     return tokenizer.encode_behind(reply[-CONTEXT:], answer.text_after(reply))
 

@@ -1,4 +1,4 @@
-"""Draws conversations: turns of the policy and observations of an environment in the same rows of the KV cache.
+"""Samples conversations: turns of the policy and observations of an environment in the same rows of the KV cache.
 
 What was said is never encoded or computed again: observations are appended behind the tokens that were drawn, each row
 at its own length. A draw depends on the row's own tokens and their number alone, neither on other rows nor on how long
@@ -89,7 +89,7 @@ class TurnChain(PagedChain):
         self.clock = time.perf_counter()
 
     def take(self, row: int, observation: Observation) -> None:
-        """Appends what was said to a row, or takes an episode out that is over."""
+        """Appends an observation to a row, or removes an episode that is over."""
         if observation.tokens:
             self.append(row, observation.tokens)
             self.turn_starts[row] = self.num_tokens[row]
@@ -120,15 +120,15 @@ class Record:
     """An episode so far."""
 
     seed: int
-    game: int = 0  # seed of what is drawn before the first turn: that of its group's first sample
-    said: int = 0  # digest of what the environment has said
-    replies: list[Reply] = field(default_factory=list)  # of the policy, its prefix with each
-    messages: list[list[Message]] = field(default_factory=list)  # that followed each reply but the last
-    num_left: int = 0  # tokens that fit into the row behind the last reply; -1: it was cut off
-    last_token: int = -1  # of the last reply
+    game: int = 0  # seeds the opening, which the group shares
+    said: int = 0  # digest of the environment's messages
+    replies: list[Reply] = field(default_factory=list)  # replies of the policy, each with its prefix
+    messages: list[list[Message]] = field(default_factory=list)  # messages that followed each reply except the last
+    num_left: int = 0  # tokens that fit into the row behind the last reply; -1: it was truncated
+    last_token: int = -1  # last token of the last reply
     scores: Counter[str] = field(default_factory=Counter)
     turn_rewards: list[float] = field(default_factory=list)
-    stop: str = ""  # reason of its end: done, failed, max_turns; max_tokens: cut off, or no room for what follows
+    stop: str = ""  # reason of its end: done, failed, max_turns; max_tokens: truncated, or no room for what follows
 
     @property
     def turns(self) -> Turns:
@@ -136,10 +136,10 @@ class Record:
         return Turns(self.seed, tuple(self.replies), bool(self.stop), self.game, self.said)
 
     def before(self, prompt: Sequence[Message]) -> list[Message]:
-        """Returns the messages up to the last reply, for the chat template: what was drawn is not part of them."""
+        """Returns the messages up to the last reply, for the chat template: without sampled ones."""
         messages = [*prompt]
         for said in self.messages:
-            if said[0]["role"] != INLINE:  # else the reply goes on behind it
+            if said[0]["role"] != INLINE:  # an inline result: the reply continues behind it
                 messages += [*([] if is_begun(messages) else [UNREAD]), *said]
         return messages
 
@@ -155,8 +155,9 @@ class Record:
 class Conversations:
     """Episodes of a rollout: encoded observations, and rewards; rows are numbered over the prompts of all calls.
 
-    Each process asks about its share of the turns; all get all answers, since they compute the same rows. Keys of the
-    draws seed the episodes; `games` (None: keys of first samples) what is drawn before the first turn of a group.
+    Each process sends its share of the turns to the environment. Every process receives all observations, since all
+    compute the same rows. A row's sampling key seeds its episode. `games` seeds the opening that a group shares (None:
+    the key of the group's first sample).
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Conversations:
         self.task_ids = np.repeat(task_ids, num_samples).tolist()
         self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
         self.stream = stream
-        self.unasked: set[int] = set()  # rows with a turn that the environment has not got
+        self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
         self.wait = Wait("")
 
@@ -196,7 +197,7 @@ class Conversations:
         if self.env.opens:
             self.unasked |= set(rows)
             for row, outcome in self.ask(set(rows), len(rows)).items():
-                if isinstance(outcome, Step):  # else its first turn fails, too
+                if isinstance(outcome, Step):  # after a failure its first turn fails, too
                     self.problems[row] = replace(self.problems[row], messages=outcome.messages)
                     self.episodes[row].said = heard(0, outcome)
         problems = self.problems[rows.start : rows.stop]
@@ -253,14 +254,14 @@ class Conversations:
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
     def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Outcome]:
-        """Returns outcomes of these rows' questions: those that have come, on several processes all of them."""
+        """Returns the outcomes of these rows' turns: those that have come; on several processes, all of them."""
         if jax.process_count() > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
         return self.stream.take(rows, num_needed, patience)
 
     def ask_together(self, rows: Sequence[int]) -> dict[int, Outcome]:
-        """Returns outcomes of all of these rows; this process asks about its share of them."""
+        """Returns outcomes of all of these rows; this process sends its share of them."""
 
         def own_outcomes(share: range) -> list[JSON]:
             own_rows = {rows[i] for i in share}
@@ -297,7 +298,7 @@ class Conversations:
         return Observation(finished=episode.stop != "max_tokens")
 
     def encode(self, row: int, step: Step) -> list[int]:
-        """Returns the tokens between a turn and the next; a turn that was cut off, or ended otherwise, is closed."""
+        """Returns the tokens between a turn and the next; a turn that was truncated or ended differently is closed."""
         if step.messages[0]["role"] == INLINE:
             dialect = DIALECTS[self.env.dialect]
             return self.tokenizer.results(step.messages, dialect.result_opening, dialect.result_closing)
@@ -307,7 +308,7 @@ class Conversations:
         return bridge.after(episode.last_token)
 
     def add_scores(self, row: int, step: Step) -> None:
-        """Adds the reward of a turn, and what the environment logs."""
+        """Adds the reward of a turn, and the environment's metrics."""
         episode = self.episodes[row]
         episode.said = heard(episode.said, step)
         episode.scores["return"] += step.reward
@@ -318,7 +319,7 @@ class Conversations:
             episode.turn_rewards[-1] += step.reward
 
     def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
-        """Asks truncated episodes what they still earn; returns all rewards, None for failures, and their counts."""
+        """Requests the last rewards of truncated episodes; returns all rewards, None for failures, and their counts."""
         truncated = set(self.unasked)
         for row, outcome in self.ask(truncated, len(truncated)).items():
             if isinstance(outcome, Failure):
@@ -333,7 +334,7 @@ class Conversations:
         return self.stream.scorer.check_failures(jobs, outcomes)
 
     def records(self) -> dict[str, list]:
-        """Returns fields of Episodes: problem, last reply, why it ended, messages, rewards of turns if none failed."""
+        """Returns fields of Episodes: problem, last reply, end, messages, rewards of turns if none failed."""
         rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
         return {
             "texts": [episode.replies[-1].text for episode in self.episodes],

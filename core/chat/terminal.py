@@ -21,7 +21,7 @@ ENDS = ("/quit", "/exit", "exit", "quit")
 
 
 class Model(Protocol):
-    """A model to chat with: ChatModel of core/sampling.py says what its methods do."""
+    """A model to chat with; ChatModel of core/sampling.py documents its methods."""
 
     name: str
     has_one_turn: bool  # trained on single replies: the page begins each conversation anew
@@ -143,7 +143,7 @@ def answer(model: Model, messages: list[Message], interrupts: Interrupts) -> lis
             stream(model.reply(messages, show_text))
         except Stopped:
             print(" [stopped]", end="")
-        except ValueError as error:  # too long a conversation
+        except ValueError as error:  # the conversation is too long
             print(f"{error}; /new begins another")
             return messages[:-1]
     print("\n")

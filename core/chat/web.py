@@ -25,8 +25,8 @@ from utils.settings.errors import UserError, describe_error, on_one_line
 
 PAGE = Path(__file__).with_name("web.html")
 ROLES = ("user", "assistant")
-MAX_BYTES = 10**7  # of a request
-MAX_CHARS = 10**6  # of a conversation: a second encodes 300,000, before its tokens are counted
+MAX_BYTES = 10**7  # bytes of a request
+MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second
 TIMEOUT = 10  # seconds in which a page sends or takes nothing
 
 
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_line("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
         with self.server.lock:
             if self.server.is_ending or self.page_has_gone():
-                return  # stopped while another model replied: nobody reads this reply
+                return  # stopped while another model replied: this reply is not read
             try:
                 model.change("temperature", temperature)
                 with telling_compilations(partial(self.send_line, "compiling")):
@@ -143,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def telling_compilations(tell: ShowText) -> Iterator[None]:
-    """Tells the name of each program that is about to be compiled in the block."""
+    """Sends the name of each program that is about to be compiled in the block."""
 
     def on_compilation(event: str, seconds: float, fun_name: str = "", **_) -> None:
         if name := lowered_program(event, fun_name):

@@ -1,4 +1,4 @@
-"""Rollouts a step ahead: those of the next step are drawn in a thread while this step updates the policy.
+"""Rollouts a step ahead: a thread samples the next step's rollouts while this step updates the policy.
 
 Step t draws with the weights that step t - 1 began with, the first one with the initial weights. These weights are part
 of the training state, so that a resumed run draws the same rollouts again.
@@ -24,12 +24,12 @@ from models.names import ADAPTERS, Policy, Weights
 from models.state import TrainState
 
 BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
-Collected = tuple[Episodes, int]  # and the number of the next task
+Collected = tuple[Episodes, int]  # rollouts, and the number of the next task
 
 
 @dataclass(frozen=True)
 class AheadWorker(RolloutWorker):
-    """A worker that takes over policies of the learner, once no rollouts are drawn: they hold devices and memory."""
+    """A worker that takes over the learner's policies, while no rollouts are sampled: these need devices and memory."""
 
     own_base: Weights | None = None  # LoRA's base on the rollout devices; None: policies have it
     drawing: list[Future] = field(default_factory=list)  # rollouts, one list for all workers of a run
@@ -52,7 +52,7 @@ class AheadWorker(RolloutWorker):
 
 @dataclass
 class AheadRollouts:
-    """The rollouts of each step, drawn in a thread since the step before; see `Rollouts` of core/grpo.py.
+    """The rollouts of each step, sampled in a thread since the step before; see `Rollouts` of core/grpo.py.
 
     Stops the sampling thread after its current segment when `stack` ends.
     """
@@ -76,9 +76,10 @@ class AheadRollouts:
         self.pool.shutdown()
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
-        """Returns the rollouts of the step behind `progress`, and the progress after it; those of the next one begin.
+        """Returns the state, the rollouts of the step after `progress`, and the progress after that step.
 
-        The state has the weights that draw them. The ones before are deleted first: memory holds one copy.
+        Also starts to sample the next step's rollouts. The state holds the weights that sample them. The previous copy
+        is deleted first, so memory holds one.
         Raises: the error of the thread that sampled.
         """
         clock = time.perf_counter()
@@ -89,7 +90,7 @@ class AheadRollouts:
         waited = {
             "rollout/staleness": int(progress.step > 0),
             "times/rollout": time.perf_counter() - clock,
-            "times/score": 0.0,  # a part of what was waited for
+            "times/score": 0.0,  # part of the time waited for rollouts
             "times/rollout_ahead": sum(episodes.times.values()),
         }
         progress = progress.after_step(cursor, len(episodes))
@@ -100,14 +101,14 @@ class AheadRollouts:
         return state, replace(episodes, metrics=waited), progress
 
     def start(self, state: TrainState, progress: Progress) -> None:
-        """Starts to draw the rollouts of the step behind `progress` in the thread."""
+        """Starts to sample the rollouts of the step after `progress` in the thread."""
         weights = state.extra[BEHAVIOR]
         if self.learner.base:
             weights = self.worker.load_weights(self.learner.policy(weights))
         self.worker.drawing.append(self.pool.submit(self.run, weights, progress))
 
     def run(self, weights: Weights, progress: Progress) -> Collected:
-        """Draws rollouts; small programs, like those of keys, would wait for updates on the first device."""
+        """Samples rollouts. Small programs, like those of keys, would wait for updates on the first device."""
         worker = replace(self.worker, sampler=replace(self.worker.sampler, cancelled=self.cancelled))
         device = None if worker.own_base is None else worker.layout.mesh.devices.flat[0]
         with jax.default_device(device):
@@ -115,7 +116,7 @@ class AheadRollouts:
 
 
 def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> TrainState:
-    """Returns the state with a copy of its policy, which draws the next rollouts after an update has replaced it."""
+    """Returns the state with a copy of its policy, which samples the next rollouts after an update has replaced it."""
     params = state.params
     copy = jax.tree.map(jnp.copy, params) if learner.base else worker.load_weights(params)
     return replace(state, extra=state.extra | {BEHAVIOR: copy})

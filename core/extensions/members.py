@@ -1,4 +1,4 @@
-"""Draws completions of several policies over one base in one batch, each row with the adapters of its member.
+"""Samples completions of several policies over one base in one batch, each row with the adapters of its member.
 
 Each member's loop runs in a thread of its own. A call of its sampler waits until all members that are still running
 have called theirs; then one thread draws what they ask for, and each gets its own rows. What is drawn is what a run
@@ -26,7 +26,7 @@ from utils.runs.shutdown import Signals, Stop
 
 @dataclass(frozen=True)
 class MemberSampler(Sampler):
-    """The sampler of a member, which draws together with those of the others."""
+    """The sampler of a member, which samples together with those of the other members."""
 
     member: str = ""
     signals: Signals | None = None  # of the member's run
@@ -38,11 +38,11 @@ class MemberSampler(Sampler):
         prompts: Sequence[list[int]],
         keys: UInt32[np.ndarray, "B 2"],
     ) -> Completions:
-        """Draws a completion for each key: see `Sampler.draw`."""
+        """Samples a completion for each key: see `Sampler.draw`."""
         return self.shared.draw(Request(self, weights, prompts, keys))
 
     def alone(self) -> Sampler:
-        """Returns a sampler with the same settings that waits for nobody, and calls nobody."""
+        """Returns a sampler with the same settings that does not wait for other members, and calls no hook."""
         return Sampler(**settings_of(self) | {"on_segment": None})
 
 
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the member's run may end at this moment, and is asked to."""
+        """True if the member's run is asked to end, and may end at this moment."""
         return self.sampler.signals.may_raise and self.sampler.signals.received is not None
 
     def on_segment(
@@ -87,11 +87,11 @@ class SharedSampler:
         self.members, self.rows_per_call = members, rows_per_call
         self.lock = Lock()
         self.running = set(members)
-        self.requests: dict[str, Request] = {}  # of members that wait for the others
-        self.weights: dict[str, Weights] = {}  # of each member, the latest: of all, so that shapes stay as they are
+        self.requests: dict[str, Request] = {}  # by member: requests that wait until the others have made theirs
+        self.weights: dict[str, Weights] = {}  # latest weights of each member; all are joined: shapes do not change
 
     def draw(self, request: Request) -> Completions:
-        """Returns the completions of a request. Raises: Stop, and what went wrong in its batch."""
+        """Returns the completions of a request. Raises: Stop, and the error of its batch."""
         with self.lock:
             self.requests[request.sampler.member] = request
             self.weights[request.sampler.member] = request.weights
@@ -107,7 +107,7 @@ class SharedSampler:
         self.draw_all(requests)
 
     def stop(self) -> None:
-        """Ends the waiting of members whose runs may end at this moment, and are asked to."""
+        """Ends the waiting of members whose runs are asked to end, and may end at this moment."""
         with self.lock:
             stopped = [request for request in self.requests.values() if request.is_stopped]
             for request in stopped:
@@ -123,7 +123,7 @@ class SharedSampler:
         return requests
 
     def draw_all(self, requests: Sequence[Request]) -> None:
-        """Draws requests with equal settings together, and different ones one after the other."""
+        """Samples requests with equal settings together, and different ones one after the other."""
         batches: dict[tuple[Sampler, int], list[Request]] = {}
         for request in requests:
             settings = request.sampler.alone(), len(request.keys) // len(request.prompts)
@@ -137,7 +137,7 @@ class SharedSampler:
                         request.reply.set_exception(error)
 
     def draw_batch(self, sampler: Sampler, num_samples: int, batch: Sequence[Request]) -> None:
-        """Draws these requests, and hands each its completions."""
+        """Samples these requests, and hands each its completions."""
         prompts = [prompt for request in batch for prompt in request.prompts]
         keys = np.concatenate([request.keys for request in batch])
         starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
@@ -178,7 +178,7 @@ class SharedSampler:
         num_drawn: int,
         lengths: Int[np.ndarray, "B"],
     ) -> None:
-        """Hands each member its rows of a segment. Raises: Stop if all of the batch may end, and shall end."""
+        """Hands each member its rows of a segment. Raises: Stop if all runs of the batch are asked to end, and may."""
         if all(request.is_stopped for request in batch):
             raise Stop
         for request, start in zip(batch, starts, strict=False):

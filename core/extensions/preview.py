@@ -1,4 +1,4 @@
-"""Preview of an environment before training: prompts as the model sees them, references, rewards, prompt lengths."""
+"""Preview of an environment before training: prompts as the model reads them, references, rewards, prompt lengths."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: in
 def example_calls(env: Env, problem: Problem) -> list[Reply]:
     """Returns a call of each tool that is announced, made from its schema: with the arguments that it requires."""
     calls = []
-    for tool in problem.tools if env.dialect else ():  # else they are shown, and not called
+    for tool in problem.tools if env.dialect else ():  # tools without a dialect are shown, and not called
         function = tool_schema(tool)["function"]
         schema = function["parameters"]
         arguments = {name: example_argument(schema["properties"][name]) for name in schema.get("required", [])}
@@ -56,7 +56,7 @@ def example_calls(env: Env, problem: Problem) -> list[Reply]:
 
 
 def example_argument(schema: Mapping[str, object]) -> object:
-    """Returns a value of an argument: the first of those that it may have, else one of its type."""
+    """Returns a value of an argument: the first allowed value, or one of its type."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")
@@ -64,7 +64,7 @@ def example_argument(schema: Mapping[str, object]) -> object:
 
 
 def opened(env: Env, problem: Problem) -> Problem:
-    """Returns a problem with what its episodes say before the first turn."""
+    """Returns a problem with the opening of its episodes."""
     if not env.opens:
         return problem
     episode = env.episode(problem, seed=0)

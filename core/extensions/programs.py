@@ -1,4 +1,4 @@
-"""Programs of a run, to compile them before step 1: which there are, by public fields of those who call them.
+"""Programs of a run, to compile them before step 1, found by public fields of the objects that call them.
 
 Each function yields jitted functions with the shapes of their arguments, and is sent the shapes of what they return.
 """
@@ -45,7 +45,7 @@ from utils.devices.sharding import Layout, zeros
 
 
 def with_few_shapes(workers: Mapping[str, RolloutWorker]) -> dict[str, RolloutWorker]:
-    """Returns workers that pad all prompts that are drawn in step alike: as the longest one of their environment."""
+    """Returns workers that pad all prompts that are sampled in step to the longest one of their environment."""
 
     def pad_alike(worker: RolloutWorker) -> RolloutWorker:
         if worker.sampler.paging.page:
@@ -57,7 +57,7 @@ def with_few_shapes(workers: Mapping[str, RolloutWorker]) -> dict[str, RolloutWo
 
 
 def are_all_known(workers: Mapping[str, RolloutWorker]) -> bool:
-    """True if no shape follows what is drawn, as those of episodes and of larger models on one CPU do."""
+    """True if no shape depends on the sampled tokens, as in episodes and in larger models on one CPU."""
     samplers = [worker.sampler for worker in workers.values()]
     return not any(
         sampler.paging.adapts if sampler.paging.page else len(sizes_of(sampler.model)) > 1 for sampler in samplers
@@ -285,7 +285,7 @@ def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
 
 
 def extras_of_teacher(learner: TaughtLearner, batch: Batch) -> Extras:
-    """Returns the shapes of what a teacher computes for a batch, see `TaughtLearner.ask`."""
+    """Returns the shapes of a teacher's results for a batch, see `TaughtLearner.ask`."""
     num_rows, width = batch.tokens.shape
     model, layout = learner.teacher.model, learner.layout
     extras = {COEFFICIENTS: row_shape(layout, num_rows, dtype=np.float32)}

@@ -1,4 +1,4 @@
-"""The teacher of a run with --teacher: who it is, what it reads before the prompt, and what it says of a batch.
+"""The teacher of a run with --teacher: its model, its prompts, and its states or log-probabilities of a batch.
 
 Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update, where the logits
 of both models are made in the chunks of the head: see `score_chunk` in models/decoder.py.
@@ -48,18 +48,18 @@ from utils.settings.errors import UserError, counted
 
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
 SHOWN = "A correct answer to the question that follows:\n\n"  # and a sibling's completion
-MARK = "lmpocontent"  # in the place of a system message's text, to see that a template shows it
+MARK = "lmpocontent"  # replaces a system message's text, to test that a template shows it
 
 
 class TokenStates(NamedTuple):
-    """What the head reads, for each token: the state that it was drawn from, in the token's column."""
+    """Inputs of the head: for each token the state that it was sampled from, in the token's column."""
 
     states: Float[Array, "B T D"]
 
 
 @dataclass(frozen=True)
 class StateLearner(Learner):
-    """A learner that scores no tokens: of each it returns the state."""
+    """A learner that returns the state of each token, and computes no log-probabilities."""
 
     def score_microbatch(self, params: Policy, batch: Batch, packing: Packing) -> TokenStates:
         """Returns the states of the tokens of a micro-batch, on the devices."""
@@ -70,13 +70,13 @@ class StateLearner(Learner):
 def hidden_states(
     model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing
 ) -> Float[Array, "B T D"]:
-    """Returns what the head reads of each scored token."""
+    """Returns the head's input for each scored token."""
     return scored_hidden(model, params, tokens, packing)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A system message that the teacher alone reads, before the prompt: a text, or the reply of a row's sibling."""
+    """A system message before the prompt that only the teacher reads: a text, or the reply of a row's sibling."""
 
     tokenizer: Tokenizer
     text: str = ""  # SIBLING: the reply of each row's sibling
@@ -87,7 +87,7 @@ class Prefix:
         return encode_prompt(self.tokenizer, replace(problem, messages=[system(text), *problem.messages]))
 
     def of_rows(self, batch: Batch, episodes: Episodes | None) -> list[list[int]]:
-        """Returns the teacher's prompt of each row of these episodes; empty if the teacher reads that of the policy."""
+        """Returns the teacher's prompt of each row of these episodes; empty if it reads the policy's prompt."""
         if not self.text:
             return [[]] * len(batch)
         rows, texts = batch.row.tolist(), [self.text] * len(batch)
@@ -160,7 +160,7 @@ class TaughtLearner(Learner):
     def score(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
-        """Computes what `Learner.score` does and, once an average of policies has moved, what the teacher says."""
+        """Computes the results of `Learner.score` and, after moving an average of policies, those of the teacher."""
         state, batch = super().score(state, batch)
         if TEACHER in state.extra:
             kept = state.extra[TEACHER]
@@ -187,7 +187,7 @@ class TaughtLearner(Learner):
         return replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
 
     def ask(self, state: TrainState, batch: Batch, episodes: Episodes | None) -> Extras:
-        """Returns what the teacher computes for a batch, and the coefficients of its rows.
+        """Returns the teacher's results for a batch, and the coefficients of its rows.
 
         These are 0 for rows without a prompt to show, and if prompt and completion are longer than the memory plan.
         """
@@ -204,7 +204,7 @@ class TaughtLearner(Learner):
         return {COEFFICIENTS: coefficients, LOGPROBS if options.distill == SAMPLED else TEACHER: said}
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
-        """Makes one optimizer step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
+        """Makes one optimizer step: see `Learner.update`. Advantages are whitened already, the addition is not."""
         if self.config.distill.distill == SAMPLED:
             old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
             gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
@@ -278,9 +278,10 @@ def attach_teacher(
 
 
 def kept_of_policy(options: DistillConfig, learner: Learner, state: TrainState) -> Params | Adapters:
-    """Returns a copy of what --teacher self needs of the policy beyond the scoring of a batch.
+    """Returns a copy of the parameters that --teacher self needs after the scoring of a batch.
 
-    Of an average that is all that is trained, else the head, which updates would change below the teacher's states.
+    With --teacher_decay: all trained parameters of the policy, for the average. Without it: the head only, because
+    updates change the head while the teacher's states were computed with the old one.
     """
     names = [head_name(learner.model)]
     if options.teacher_decay:
@@ -291,7 +292,7 @@ def kept_of_policy(options: DistillConfig, learner: Learner, state: TrainState) 
 def states_bytes(config: Config, model: Decoder, num_columns: int) -> int:
     """Returns the bytes that a teacher's states of a batch take on the host, with a second copy.
 
-    That is by micro-batches at first, then by minibatches.
+    The states are in micro-batches at first, then in minibatches.
     """
     item = jnp.dtype(model.dtype).itemsize
     return 2 * config.batch_size * bucket(num_columns) * model.hidden_size * item
@@ -300,7 +301,7 @@ def states_bytes(config: Config, model: Decoder, num_columns: int) -> int:
 def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout) -> jax.ShapeDtypeStruct | None:
     """Returns the shape of the copy of a teacher's head that updates read; None: they read the head itself.
 
-    The copy has the ids of the policy, and lies as sampling reads it: cut along tp only.
+    The copy has the ids of the policy, and is sharded as for sampling: along tp only.
     """
     size = num_ids, head.shape[1]
     sharding = layout.sharding(size, ("vocab", "embed"), rollout=True)
@@ -320,7 +321,7 @@ def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
 
 
 def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
-    """Returns the teacher over the first ids: those that the policy lacks only pad, and get no probability."""
+    """Returns the teacher over the policy's ids: ids that the policy lacks are padding, and get no probability."""
     if model.vocab_size == num_ids:
         return model, policy
     rows = {}
@@ -331,9 +332,9 @@ def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout
 
 
 def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[Decoder, Policy, Tokenizer]:
-    """Loads the teacher's model, in the dtype of matmuls; of adapters over the base of the policy only these.
+    """Loads the teacher's model, in the dtype of matmuls; if it has adapters over the policy's base, only the adapters.
 
-    Raises: UserError as `load_model`, and for one that does not fit beside what memory holds.
+    Raises: UserError as `load_model`, and for a teacher that does not fit into the free memory.
     """
     name, arguments, layout = resolve_model_dir(config.distill.teacher), config.compute.arguments, learner.layout
     adapters = read_adapters(find_model(name))
@@ -375,7 +376,7 @@ def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> 
 
 
 def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
-    """Raises UserError for a teacher with fewer ids than the policy; more, which only pad, are cut off."""
+    """Raises UserError for a teacher with fewer ids than the policy; further ids, which are padding, are dropped."""
     if teacher.vocab_size < model.vocab_size:
         raise UserError(
             f"--teacher {name} has vocab_size {teacher.vocab_size:,}, below the policy's {model.vocab_size:,}, so some "
@@ -384,7 +385,7 @@ def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
 
 
 def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefix:
-    """Returns what --teacher_prefix names.
+    """Returns the prefix that --teacher_prefix names.
 
     Raises: UserError if there is no such file, and if the chat template refuses or drops the system message.
     """
@@ -420,7 +421,7 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
 
 
 def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -> str:
-    """Returns in one line who teaches, what is minimized, and what waits on the host."""
+    """Returns in one line the teacher, the loss, and the bytes that wait on the host."""
     options = config.distill
     who = f"{options.teacher}, {model.num_parameters:,} parameters"
     if options.teacher_decay:

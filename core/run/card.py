@@ -25,13 +25,13 @@ from utils.settings.checks import hide_passwords, load_yaml
 from utils.settings.config import changed_options
 
 GRPO, SFT = "core/grpo.py", "core/sft.py"  # commands that train
-METHODS = {  # of each: its name in the title, and tags
+METHODS = {  # command: its name in the title, and tags
     GRPO: ("reinforcement learning", ("grpo", "reinforcement-learning", "lmpo")),
     SFT: ("supervised fine-tuning", ("sft", "lmpo")),
 }
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
-LOSS = "test_data/loss"  # of core/sft.py
+LOSS = "test_data/loss"  # metric of core/sft.py
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -76,7 +76,7 @@ class ModelCard:
     environments: Mapping[str, RolloutSettings]  # by role
     script: str = GRPO  # one of METHODS
     segments: Sequence[RunSegment] = ()  # what --resume force changed
-    version: str = field(default_factory=lambda: find_version())  # of lmpo, when the run begins
+    version: str = field(default_factory=lambda: find_version())  # version of lmpo when the run begins
 
     def render(self, progress: Progress, run: Curves) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
@@ -154,7 +154,7 @@ def both_ends(run: Curves, name: str) -> list[str]:
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:
     """Returns a command that trains this model: options that differ from their defaults and change its results.
 
-    Those of logging and of the machine are left out, and with them all that may hold an address or a password.
+    Options of logging and of the machine are left out, and with them all that may hold an address or a password.
     """
     words = ["python", script]
     for name, known in changed_options(config_class, settings).items():
@@ -173,7 +173,7 @@ def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> d
 
 def find_license(base_model: str) -> dict[str, JSON]:
     """Returns the license that the base model's own card states, in the hub's fields; nothing if it states none."""
-    from huggingface_hub import try_to_load_from_cache  # here: an error of the options does not wait for it
+    from huggingface_hub import try_to_load_from_cache  # here: so that errors of options are printed at once
 
     folder = find_local(base_model)
     with contextlib.suppress(OSError, ValueError, TypeError):

@@ -71,16 +71,16 @@ from utils.settings.errors import UserError, counted, describe_file_error
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
-PHASES = {  # of a step, and what is waited for
+PHASES = {  # phases of a step, and the names shown while they run
     "rollout": "rollouts", "logprobs": "log-probabilities", "data": "rows", "update": "updating"
 }  # fmt: skip
 FIRST = ("rollout", "data")  # phases that a step begins with
 CPU_PRESET = "configs/cpu.py"
-MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
-DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
+MANY_TOKENS_ON_CPU = 1 << 18  # tokens of a step: minutes of sampling for models/tiny on two cores
+DRAWING_INTERVAL = 60  # seconds at least between two versions of plot.png and report.html
 NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 SCORED = ("data", "env", "held_out", "sampling", "eval", "rewards")  # groups of options that change what scores mean
-SELECTION_SCORE = "test_env/return"  # by which --save_best chooses
+SELECTION_SCORE = "test_env/return"  # score by which --save_best chooses
 
 
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # make the tokens of prompts
@@ -149,9 +149,9 @@ class Run:
             with skipping_damage():
                 _, before = read_settings(self.directory / "config.json")
         self.before = before | {"start": layout.broadcast(start_of(before))}
-        date_prompts(self.before["start"])  # so that a run goes on with the prompts that it began with
+        date_prompts(self.before["start"])  # so that a run continues with the prompts that it began with
         self.fingerprints = self.fingerprint()
-        self.new_settings: dict[str, list[JSON]] = {}  # old and new value of those that --resume force changes
+        self.new_settings: dict[str, list[JSON]] = {}  # old and new values of settings that --resume force changes
         self.new_data: dict[str, list[JSON]] = {}
         options = options_of(type(settings))
         if self.checkpoints.steps:
@@ -169,7 +169,7 @@ class Run:
         self.times: dict[str, float] = {}  # seconds of the phases of a step
         self.step_start = 0.0  # by the clock
         self.next_drawing = 0.0  # by the clock
-        self.logger: Logger | None = None  # of the main process
+        self.logger: Logger | None = None  # in the main process
         self.stack, self.trace = contextlib.ExitStack(), contextlib.ExitStack()  # trace: of jax.profiler
 
     def fingerprint(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ class Run:
         return found
 
     def fingerprint_prompts(self) -> dict[str, str]:
-        """Returns fingerprints of what the model reads, by name."""
+        """Returns fingerprints of the prompts that the model reads, by name."""
         return {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
@@ -196,7 +196,7 @@ class Run:
         return state, self.resumed
 
     def check_disk(self, state: TrainState) -> None:
-        """Measures what a save writes. Raises: UserError, in every process, if the disk has no room for it."""
+        """Measures the bytes of a save. Raises: UserError, in every process, if the disk has no room for it."""
         dtype = self.config.save_dtype
         arrays = [x for name, x in state.params.items() if name != CRITIC]
         self.model_bytes = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in jax.tree.leaves(arrays))
@@ -265,7 +265,7 @@ class Run:
         """Saves the newest state if it is not saved, and waits for it.
 
         Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1); UserError, which
-        also says what is saved, after another one.
+        which adds what is saved, after another UserError.
         """
         with self.stack:
             is_stopped = kind is Stop
@@ -355,7 +355,7 @@ class Run:
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
         """Writes a Hugging Face folder of this name: its template has the prompts of training, its card the scores.
 
-        Of adapters it is a folder of PEFT, which names their base.
+        For adapters it is a PEFT folder, which names their base.
         """
         layout, card = self.layout, ""
         if layout.is_main:
@@ -368,7 +368,7 @@ class Run:
             save_adapters(folder, self.model, params, tokenizer, self.base, layout.fetch, layout.is_main, card)
 
     def save_step(self, state: TrainState, progress: Progress) -> None:
-        """Writes the model of a step to stepN/; of those of earlier steps, --keep says how many stay."""
+        """Writes the model of a step to stepN/; --keep sets how many models of earlier steps stay."""
         self.save_model(f"step{progress.step}", state.params, progress)
         if not self.layout.is_main or not self.config.keep:
             return
@@ -379,7 +379,7 @@ class Run:
                 self.bucket.remove(f"step{step}")
 
     def saved_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of saved models, by which others prompt and sample as training did."""
+        """Returns the tokenizer of saved models, with the prompts and sampling settings of training."""
         played = self.environments["env"]
         problem = played.env.problem(0)
         sampling = generation_settings(self.settings, played.max_new_tokens)
@@ -650,7 +650,7 @@ class Run:
 def next_commands(base: str, model: str, is_played: bool) -> list[str]:
     """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores.
 
-    A run that played no environment has none to be scored on: core/eval.py would take its default.
+    A run without an environment has no scores: core/eval.py would take its default environment.
     """
     folder = Path(os.path.relpath(Path(__file__).parents[1]))
     commands = {
@@ -669,7 +669,7 @@ def python_command() -> str:
 
 
 def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:
-    """Returns the settings that --model_dir implies: the demo's for models/tiny, for a folder of adapters their own.
+    """Returns the settings that --model_dir implies: the demo's for models/tiny, their own for adapters.
 
     `is_announced`: the demo's are named on a line. Raises: as `settings_of_adapters`.
     """

@@ -35,8 +35,7 @@ class Setting(NamedTuple):
 def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
     """Returns the folder and the settings of the first run that one of the models is of; both empty without any.
 
-    A run says in its config.json where it comes from, and holds the model in question. Raises: UserError where that
-    file is damaged.
+    The config.json of a run records its origin, and the run holds the model. Raises: UserError if that file is damaged.
     """
     folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
     for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:

@@ -14,7 +14,7 @@ from models.tokenizer import Tokenizer
 from utils.evaluation.tables import Result
 from utils.metrics.jsonl import JSON, JSONRow
 
-NUM_GROUPS = 2  # whose rows hold what report.html colors, since it is long
+NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
 
 
@@ -24,7 +24,7 @@ def rollout_rows(
     """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
     Rows of the first `num_groups` also hold what report.html colors: prompt, tokens and their log-probabilities, and
-    for rows of `batch` their advantages and what else it knows of them.
+    for rows of `batch` their advantages and other fields of the batch.
     """
     completions = episodes.completions
     batch_rows = [] if batch is None else np.asarray(batch.row).tolist()
@@ -50,13 +50,13 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     """Returns the arrays of rollouts/step_N.npz: B rollouts in the order of step_N.jsonl, T columns.
 
     tokens          int32 [B, T]    prompt, completion, padding
-    mask            bool [B, T]     tokens that the policy chose: the completion without forced tokens
-    logprobs        float32 [B, T]  of the completion's tokens under the distribution they were drawn from, nats
+    mask            bool [B, T]     tokens that the policy sampled: the completion without forced tokens
+    logprobs        float32 [B, T]  of the completion's tokens under the sampling distribution, nats
     lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
-    finished        bool [B]        not cut off by the limit of tokens
+    finished        bool [B]        not truncated by the token limit
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
-    positions       int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
+    positions       int64 [B]       of the groups in the run; samples depend on them: see core/replay.py
     returns         float32 [B]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions

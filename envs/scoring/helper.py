@@ -323,7 +323,7 @@ class Pool:
     def take_chunk(self, worker: Worker) -> list[int]:
         """Takes jobs out of the queue: those of episodes that the worker has, then those that no worker has."""
         size = math.ceil(len(self.queue) / len(self.workers))
-        if size * self.job_seconds > QUICK:  # else a message takes longer than the jobs in it
+        if size * self.job_seconds > QUICK:  # in smaller chunks, a message would take longer than its jobs
             size = math.ceil(size / 4)  # so that the last chunks are small
         size = min(size, MAX_CHUNK) if not self.alone else 1
         if not self.homes:

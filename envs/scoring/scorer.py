@@ -56,7 +56,7 @@ Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, N
 class Scorer:
     """Scores replies to the problems of one environment; use it as a context manager, from one thread at a time.
 
-    `env_name` is a name that `make_env` knows, or "module:function" of something else that makes an Env.
+    `env_name` is a name of `make_env`'s table, or "module:function" of something else that makes an Env.
     `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
     `failures_dir` receives reward_failures.jsonl: the first replies that could not be scored, and why.
 
@@ -290,7 +290,7 @@ class Scorer:
     def kill(self) -> None:
         """Ends the helper and everything it started, at once."""
         self.connection.close()
-        if self.process.returncode is None:  # else another process may have the number
+        if self.process.returncode is None:  # otherwise another process may have the number
             kill_tree(self.process.pid)
             self.process.wait()
 
@@ -421,5 +421,5 @@ class ScoringStream:
         if error is not None:  # a signal may have left a chain behind, unknown to its pool, that waits for outcomes
             self.publish({}, error)
         self.put(None)
-        if error is None:  # else jobs that nobody waits for may be at work, which `Scorer.close` ends
+        if error is None:  # after an error, jobs may still run, which `Scorer.close` ends
             self.thread.join()

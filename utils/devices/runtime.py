@@ -53,7 +53,7 @@ def keep_programs(folder: Path) -> None:
     """Makes `folder` the cache of compiled programs; one that cannot be written is named, and there is none."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):  # else JAX warns of each program
+    if os.access(folder, os.W_OK):  # otherwise JAX warns of each program
         jax.config.update("jax_compilation_cache_dir", str(folder))
     else:
         advice = "name a folder for compiled programs in JAX_COMPILATION_CACHE_DIR"
@@ -128,7 +128,7 @@ def raise_file_limit() -> None:
 def keep_memory(model_dir: str) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
-    LARGE ones are excepted: smaller arrays end up in the place of one that was freed, so that the next one does not fit
+    LARGE ones are excepted: smaller arrays would take the space of one that was freed, so the next one would not fit
     there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each
     time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
 

@@ -1,7 +1,7 @@
 """Verdict on a run in words: what it has learned and by how much, or since when nothing has changed.
 
 It compares held-out scores problem by problem (losses row by row), or by their 95% intervals if only their means are
-known; a run without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
+known; a run without any is judged by the returns of its training batches, blocks of steps instead of evaluations.
 """
 
 import math
