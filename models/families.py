@@ -326,7 +326,9 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
         common |= {"family": name, "rope_scaling": read_scaling(block, fields)}
         common |= family.fields | family.read(fields)
     except KeyError as error:
-        raise UserError(f"{file} has no {error.args[0]}: it is not the config of a {name}") from None
+        raise UserError(
+            f"{file} has no {error.args[0]}, so it is not the config of a {name}: download it again"
+        ) from None
     if SLIDING in common.get("layer_types", ()) and "sliding_window" in config:
         check_value("sliding_window", config["sliding_window"], (common["sliding_window"],), file)  # it may be null
     return common
@@ -406,18 +408,24 @@ def check_value(field: str, value: object, supported: tuple[object, ...], file: 
     """Raises UserError for a value of a field that is not supported."""
     if value not in supported:
         choices = " or ".join(map(repr, supported))
-        raise UserError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
+        raise UserError(
+            f"{file}: {field} is {reprlib.repr(value)}, and supported is only {choices}: choose another model"
+        )
 
 
 def check_rope(fields: Fields, file: Path, family: Family) -> None:
     """Raises UserError for rotary embeddings that are malformed, not computed, or read in two ways elsewhere."""
     parameters, scaling = fields.get("rope_parameters"), fields.get("rope_scaling", {})
     if SLIDING in family.kinds and parameters and not parameters.keys() & {FULL, SLIDING}:
-        raise UserError(f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently")
+        raise UserError(
+            f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently: download it again"
+        )
     for kind, supported in ((FULL, ("default", *SCALING_FIELDS)), (SLIDING, ("default",))):
         block = rope_block(fields, kind)
         if not isinstance(block, dict):
-            raise UserError(f"{file}: rope_parameters of {kind} are {reprlib.repr(block)}, not an object")
+            raise UserError(
+                f"{file}: rope_parameters of {kind} are {reprlib.repr(block)}, not an object: download it again"
+            )
         given = {name: value for name, value in block.items() if value is not None}
         rope_type = given.get("rope_type", given.get("type", "default"))
         check_value("rope_type", rope_type, supported, file)
@@ -501,16 +509,18 @@ def check_heads(fields: Fields, file: Path) -> None:
     pairs = ("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")
     for heads, key_heads in pairs:
         if fields.get(heads, 0) % fields.get(key_heads, 1):
-            raise UserError(f"{file}: {heads} {fields[heads]} is no multiple of {key_heads} {fields[key_heads]}")
+            raise UserError(
+                f"{file}: {heads} {fields[heads]} is no multiple of {key_heads} {fields[key_heads]}: download it again"
+            )
     head_dim = fields["head_dim"]
     if head_dim < 2 or head_dim % 2:
-        raise UserError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
+        raise UserError(f"{file}: head_dim is {head_dim}, not a positive even number: download it again")
     factor = rotated_share(fields)
     num_rotated = int(factor * head_dim)
     if num_rotated < 2 or num_rotated % 2:
         raise UserError(
-            f"{file}: partial_rotary_factor {factor} rotates {num_rotated} of {head_dim} channels, which is not a "
-            "positive even number"
+            f"{file}: partial_rotary_factor {factor} rotates {num_rotated} of {head_dim} channels, not a positive even "
+            "number: download it again"
         )
 
 
@@ -520,7 +530,9 @@ def check_layers(fields: Fields, file: Path) -> None:
     for name in ("layer_types", "no_rope_layers"):
         length = len(fields.get(name) or range(num_layers))
         if length != num_layers:
-            raise UserError(f"{file}: {name} has {length} entries, but num_hidden_layers is {num_layers}")
+            raise UserError(
+                f"{file}: {name} has {length} entries, but num_hidden_layers is {num_layers}: download it again"
+            )
 
 
 def check_experts(fields: Fields, file: Path) -> None:
@@ -528,4 +540,6 @@ def check_experts(fields: Fields, file: Path) -> None:
     num_experts = fields.get("num_experts", 0)
     experts_per_token = fields.get("num_experts_per_tok", 0)
     if 0 < num_experts < experts_per_token:
-        raise UserError(f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts is {num_experts}")
+        raise UserError(
+            f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts is {num_experts}: download it again"
+        )

@@ -292,7 +292,7 @@ def csv_lines(path: Path) -> Iterator[str]:
     """
     for i, line in read_lines(path):
         if len(line) > MAX_ROW_BYTES:
-            raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
+            raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes: shorten the line")
         yield line.decode("utf-8-sig", "surrogateescape")
 
 

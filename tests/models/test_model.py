@@ -516,7 +516,7 @@ DAMAGES = {
     "magnitude": (
         "olmo3-yarn",
         edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
-        "attention_factor is 1.1, supported is 1.20794",
+        "attention_factor is 1.1, and supported is only 1.20794",
     ),
     "two scalings": (
         "llama-linear",

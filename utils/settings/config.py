@@ -85,7 +85,10 @@ class OptionField:
         """Raises UserError for a value that the option does not take, by its type, its choices or its size."""
         is_typed = type(value) is self.type or (self.type is float and type(value) is int)
         if not is_typed:
-            raise UserError(f"--{self.name} must be of type {self.type.__name__}, and is a {type(value).__name__}")
+            raise UserError(
+                f"--{self.name} must be of type {self.type.__name__}, and is a {type(value).__name__}: correct the "
+                "value"
+            )
         if self.choices and value not in self.choices:
             raise UserError(f"--{self.name} {value} must be one of {listed(self.choices)}")
         if self.type in (int, float):
