@@ -118,7 +118,7 @@ def load_model(
     """Loads a Hugging Face folder (also relative to the repository) or, when there is none, a model of the hub.
 
     `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU), `param_dtype` that of the arrays
-    (empty: as config.json says), `overrides` are further fields of Decoder. Parameters are laid out by `layout`, or put
+    (empty: as in config.json), `overrides` are further fields of Decoder. Parameters are laid out by `layout`, or put
     on the first device. Host memory holds one parameter (of all layers) at a time. Adapters of a PEFT folder are added
     to the parameters of their base.
 
@@ -301,7 +301,7 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
         readers.setdefault(EMBED, head)  # or under this name only
     expected = tensor_shapes(model)
     if expected.keys() - readers == {HEAD}:
-        message = f"{folder} lacks tensor {HEAD}, and {CONFIG} does not say that its head is the embedding"
+        message = f"{folder} lacks tensor {HEAD}, and {CONFIG} does not tie its head to the embedding"
         raise UserError(f"{message}: set tie_word_embeddings to true there if it is; if not, copy the weights again")
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
@@ -315,7 +315,7 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
         if dtype not in READABLE:
             raise UserError(f"{folder}: {name} has type {dtype}: convert it to {' or '.join(READABLE)}")
     if head is not None and not is_same(head, readers[EMBED]):
-        message = f"{folder}: {HEAD} is not {EMBED}, as tie_word_embeddings in {CONFIG} says"
+        message = f"{folder}: {HEAD} differs from {EMBED}, although {CONFIG} sets tie_word_embeddings"
         raise UserError(
             f"{message}: set tie_word_embeddings to false in config.json; transformers reads the folder with this "
             "setting too"

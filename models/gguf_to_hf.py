@@ -3,7 +3,7 @@
     pip install gguf
     python models/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf ~/checkpoints/SmolLM2-135M-Instruct
 
-Quantized weights become the numbers that they stand for, in float32 unless --dtype says otherwise. The tokenizer, its
+Quantized weights become the numbers that they stand for, in float32, or in --dtype. The tokenizer, its
 chat template and its stop ids come from the file's metadata.
 
 To add an architecture: a row of ARCHITECTURES. To add a tokenizer: a row of PATTERNS.

@@ -380,7 +380,7 @@ def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[st
         return []
     sizes = [gigabytes(weights_bytes(model, x)) for x in (layout, rollout)]
     return [
-        f"sampling: the weights are cut over {now} devices as tp cuts them, {sizes[1]} GB on each; a copy on {before} "
+        f"sampling: tp shards the weights over {now} devices, {sizes[1]} GB on each; a copy on {before} "
         f"takes {sizes[0]} (--rollout_tp)"
     ]
 

@@ -32,7 +32,7 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 MERGE = "merge it by peft (merge_and_unload, save_pretrained), and name the merged model"
-PLAIN = "pissa, olora, corda and lora_ga become plain LoRA where peft saves them with "
+PLAIN = "pissa, olora, corda and lora_ga become plain LoRA if peft saves them with "
 PLAIN += "path_initial_model_for_weight_conversion, and others are merged by it (merge_and_unload)"
 NO_MATRIX = "it changes no matrix of the layers that could be merged"
 READABLE = (*DTYPES.values(), "F64")
@@ -43,7 +43,7 @@ ANY = object()
 FIELDS = {
     "base_model_name_or_path": ANY, "r": ANY, "lora_alpha": ANY, "use_rslora": ANY,
     "rank_pattern": ANY, "alpha_pattern": ANY,
-    # Which matrices: the tensors say so.
+    # Which matrices: the tensors show it.
     "target_modules": ANY, "exclude_modules": ANY, "layers_to_transform": ANY, "layers_pattern": ANY,
     # Training by peft, initial values (which come with init_lora_weights), layers of other kinds than nn.Linear.
     "lora_dropout": ANY, "inference_mode": ANY, "eva_config": ANY, "corda_config": ANY,
@@ -271,7 +271,7 @@ def check_size(name: str, x: np.ndarray) -> float:
 
 
 def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
-    """Returns the names of the file's tensors by those of the text model; a line says if some are of images.
+    """Returns the names of the file's tensors by those of the text model; a line is printed if some are of images.
 
     A tensor may have two names, for two classes of transformers: see `module_names`. Raises: UserError if they differ.
     """

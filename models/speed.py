@@ -86,7 +86,7 @@ def measure_limits(device: jax.Device, dtype: str) -> Limits:
 def exercise(
     dtype: str, side: int, size: int, num_products: Int[Array, ""], num_copies: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Multiplies square matrices, four times each, then reads and writes an array, as often as the numbers say."""
+    """Multiplies square matrices, four times each, then reads and writes an array, as often as the numbers give."""
     matrix = jax.random.normal(jax.random.key(0), (side, side), dtype) / side**0.5  # zeros would take less power
     # XLA copies the result of an iteration: one product would take a twentieth longer for it.
     product = jax.lax.fori_loop(0, num_products, lambda _, x: matrix @ (matrix @ (matrix @ (matrix @ x))), matrix)

@@ -80,7 +80,7 @@ def live_slots(
 ) -> Int[np.ndarray, "K"] | None:
     """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
 
-    `slots` holds the row of each sampler slot (-1: empty), cut into equal shards; a row stays in its shard. The sizes
+    `slots` holds the row of each sampler slot (-1: empty), in equal shards; a row stays in its shard. The sizes
     of shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until `fewest` slots are left in all: few, so that all
     of them can be compiled ahead.
     """

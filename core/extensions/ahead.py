@@ -1,7 +1,7 @@
 """Rollouts a step ahead: a thread samples the next step's rollouts while this step updates the policy.
 
-Step t draws with the weights that step t - 1 began with, the first one with the initial weights. These weights are part
-of the training state, so that a resumed run draws the same rollouts again.
+Step t samples with the weights that step t - 1 began with, the first step with the initial weights. These weights are
+part of the training state, so that a resumed run samples the same rollouts again.
 """
 
 import time

@@ -226,7 +226,7 @@ def num_slots_after(sampler: Sampler, num_slots: int) -> int:
 
 
 def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array that is cut by rows."""
+    """Returns the shape of an array that is sharded by rows."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
 
 

@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> None:
 
 def limit_memory(num_bytes: int) -> None:
     """Limits the memory that this process may allocate."""
-    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
+    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or lack this limit
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 

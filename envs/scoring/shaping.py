@@ -1,4 +1,4 @@
-"""Settings of data and rewards, and the rewards that need lengths in tokens, which environments do not know."""
+"""Settings of data and rewards, and the rewards that need lengths in tokens, which environments do not get."""
 
 from dataclasses import dataclass
 

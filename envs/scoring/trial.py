@@ -13,8 +13,8 @@ NUM_REFERENCES = 256  # problems whose references are tried
 MAX_REFUSED = 0.1  # of these, above which the run stops
 NUM_SHOWN = 3  # refused references
 DRAWN_ELSEWHERE = (
-    "episodes that are begun again say something else: each sample of a group plays another one, and none can be "
-    "played again, by --resume or if its process is lost; draw by Python's `random`, or from the row"
+    "episodes that begin again open with other messages, so each sample of a group plays another one, and none can be "
+    "played again, by --resume or if its process is lost: draw by Python's `random`, or from the row"
 )
 
 

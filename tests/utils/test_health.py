@@ -25,7 +25,7 @@ ILL = {
     "env/groups_without_signal": (0.95, "95% of the groups have equal rewards"),
     "entropy": (0.04, "entropy has fallen from 0.5 to 0.04"),
     "env/finished": (0.4, "only 40% of the completions end"),
-    "distill/cut_off": (0.4, "40% of the completions are cut off at the limit"),
+    "distill/cut_off": (0.4, "40% of the completions are truncated at the limit"),
     "inference_recompute/logprob_diff": (0.05, "sampler and trainer differ by 0.05"),
     "approx_kl": (0.3, "a KL of 0.3 within a step"),
     "kl": (2.0, "the KL to the initial model has risen to 2"),

@@ -230,7 +230,7 @@ def test_the_verdict_compares_intervals(name):
         (1.0, (0.1, 0.2), 0.0, 0.0, "all rewards were equal, so no update"),
         (1.0, (0.5, 0.5), 1.0, 0.5, "were equal, so no update"),
         (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learned: no update"),
-        (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learned: the limit of tokens cut all completions off, and no update"),
+        (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learned: all completions were truncated by the token limit, and no"),
     ],
 )
 def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, finished, reason):

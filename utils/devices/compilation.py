@@ -68,7 +68,7 @@ class Compiler:
                 self.started[key] = traced, self.pool.submit(lambda: traced.lower().compile())
             traced, compiled = self.started[key]
         sharding = next((x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct) and x.sharding), None)
-        if sharding is None or len(sharding.device_set) > 1:  # the compiler says how results are laid out
+        if sharding is None or len(sharding.device_set) > 1:  # the compiler chooses how results are laid out
             return with_shardings(traced.out_info, compiled.result().output_shardings)
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), traced.out_info)

@@ -22,7 +22,7 @@ ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # i
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 SMALL = 1 << 24  # bytes of a model whose temporaries take less than the 64 MiB that any arena of malloc can keep
 NUM_ARENAS = 16  # of a SMALL model, at most: enough that no two threads that compile share one
-LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
+LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an unknown option
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 CPU_OPTIONS = ("--xla_backend_optimization_level=1",)  # of LLVM: programs are as fast, and compile a tenth faster
 

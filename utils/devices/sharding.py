@@ -143,7 +143,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def receive(self, tree: PyTree) -> PyTree:
-        """Returns parameters of another mesh on this one, cut along axes of the same names if these divide them."""
+        """Returns parameters of another mesh on this one, sharded along axes of the same names if these divide them."""
 
         def move(x: jax.Array) -> jax.Array:
             names = zip(x.sharding.spec, x.shape, strict=False)
@@ -308,7 +308,7 @@ def look_up(x: jax.Array, ids: jax.Array, width: int, dtype: DTypeLike) -> jax.A
 def on_devices(mesh: Mesh, f: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
     """Returns f of each device's parts of its arguments, for what XLA cannot partition, also inside of `on_each`.
 
-    There rows are cut already.
+    There rows are sharded already.
     """
     axis_names = set(MESH_AXES)
     if is_on_each():

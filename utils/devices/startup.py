@@ -132,7 +132,7 @@ def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
 
 
 def find_devices() -> list[jax.Device]:
-    """Returns all devices that JAX uses. Raises UserError when there are none of those that JAX_PLATFORMS asks for."""
+    """Returns all devices that JAX uses. Raises UserError when there are none of those that JAX_PLATFORMS names."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -149,7 +149,7 @@ def find_devices() -> list[jax.Device]:
 def join_processes() -> None:
     """Joins the other processes of the job: those of JAX's variables, or those that JAX finds in the cluster's.
 
-    A TPU host that no cluster knows is a process of its own. Once: a preset may ask for the devices before the command.
+    A TPU host outside of a cluster is a process of its own. Runs once: a preset may need devices before the command.
 
     Raises: UserError when the variables together do not give all that is needed.
     """

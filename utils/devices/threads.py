@@ -1,6 +1,6 @@
 """Threads in which small models are computed on a CPU, since a product is too small for several cores.
 
-`Layout.num_chains` says in how many.
+`Layout.num_chains` is their number.
 """
 
 from collections.abc import Callable, Iterator, Sequence

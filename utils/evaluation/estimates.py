@@ -77,7 +77,7 @@ def wilson_interval(p: float, n: float) -> tuple[float, float]:
 
 
 def effective_samples(x: TaskValues) -> float:
-    """Returns how many samples of 0 or 1 would know the mean of task means from 0 to 1 as well as these do.
+    """Returns how many samples of 0 or 1 would estimate the mean of task means from 0 to 1 as well as these do.
 
     That is p (1 - p) / (Var(x) / N): exactly N for one sample a task, more for several. Where all tasks are equal, the
     variance between tasks is unknown, and each task counts as one sample.

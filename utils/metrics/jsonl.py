@@ -35,7 +35,7 @@ def parse_json(text: bytes) -> JSON:
 
 
 def finite(number: str) -> float | None:
-    """Returns the number, None for NaN and infinity, which browsers and other readers of JSON do not know."""
+    """Returns the number, None for NaN and infinity, which browsers and other readers of JSON refuse."""
     value = float(number)
     return value if math.isfinite(value) else None
 

@@ -88,12 +88,12 @@ PANELS = (
     ),
     Panel(
         "Length",
-        "Tokens of a completion: growth may be longer thought or padding, which the rollouts below tell apart.",
+        "Tokens of a completion: growth may be longer thought or padding: read the rollouts below.",
         {"test_env/length": "held out", "env/length": "training"},
     ),
     Panel(
         "Finished",
-        "Share of completions and episodes that end before the limit of tokens; the others are cut off by it, mostly "
+        "Share of completions and episodes that end before the limit of tokens; the others are truncated, mostly "
         "before an answer.",
         {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
@@ -111,18 +111,18 @@ PANELS = (
     ),
     Panel(
         "Clip fraction",
-        "Share of tokens whose gradient is clipped away: 0 is right with one update a step, more than a fifth says "
+        "Share of tokens whose gradient is clipped away: 0 is right with one update a step, more than a fifth means "
         "that updates are too large.",
         {"clip_fraction": "training"}, "%",
     ),
     Panel(
         "Gradient norm",
-        "Before it is cut to --max_grad_norm: single spikes are odd batches, a steady rise asks for a lower --lr.",
+        "Before clipping to --max_grad_norm: single spikes are odd batches; if the rise is steady, lower --lr.",
         {"grad_norm": "training"},
     ),
     Panel(
         "Loss",
-        "On-policy it only tells whether good or bad completions are longer, so near 0 or drifting is as expected: "
+        "On-policy it only shows whether good or bad completions are longer, so near 0 or drifting is as expected: "
         "watch the return.",
         {"loss": "training"},
     ),

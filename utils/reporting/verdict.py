@@ -61,7 +61,7 @@ def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
 def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
     """Returns the verdict on runs that differ in the seed only, by their mean change; None if there is none.
 
-    Its interval is over the seeds: it tells what another one would bring.
+    Its interval is over the seeds: it predicts the result of another seed.
     """
     name = next((name for name, _ in MAIN if all(name in run for run in runs)), "")
     if len(runs) < 2 or not name:
@@ -91,7 +91,7 @@ def num_failed(run: Curves) -> float:
 
 
 def explain_no_update(run: Curves) -> str:
-    """Returns why no step made an update, as far as the rewards tell."""
+    """Returns why no step made an update, as far as the rewards show."""
     if failed := num_failed(run):
         return f"Nothing could be learned: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
     shares, returns, spreads = (
@@ -99,7 +99,7 @@ def explain_no_update(run: Curves) -> str:
     )
     if not (shares == 1).all():
         _, finished = run.get("env/finished", ((), np.ones(1)))
-        why = "" if finished.any() else "the limit of tokens cut all completions off, and "
+        why = "" if finished.any() else "all completions were truncated by the token limit, and "
         return f"Nothing learned: {why}no update was made."
     spread = max(spreads.max(), np.ptp(returns)) if "env/return_spread" in run else None
     same = describe_same(float(returns[0]), spread)

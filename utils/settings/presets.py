@@ -18,7 +18,7 @@ Preset: TypeAlias = dict[str, object]  # values by name of option, as the file h
 
 
 def list_presets() -> dict[str, str]:
-    """Returns the first line of each preset in configs/, which says what it is, by the name of its file."""
+    """Returns the first line of each preset in configs/, its description, by the name of its file."""
     lines = {path.name: path.read_text(encoding="utf-8").partition("\n")[0] for path in sorted(FOLDER.glob("*.py"))}
     return {name: line.strip('"') for name, line in lines.items()}
 

@@ -560,5 +560,5 @@ def test_completions_that_are_cut_off_are_warned_of_with_a_remedy():
         Learner.metrics = original
     assert metrics == {"distill/rows_not_taught": 0.25, "distill/cut_off": 0.5}
     (warning,) = HealthChecks().find_warnings(1, metrics).values()
-    assert "50% of the completions are cut off" in warning
+    assert "50% of the completions are truncated" in warning
     assert "--kl_coef" in warning
