@@ -37,8 +37,8 @@ SYMPTOMS = (
             "only {now:.0%} of the completions end before the limit: raise --num_generation_tokens, or set "
             "--length_reward overlong or --do_truncation_filter 1"),
     Symptom("distill/cut_off", lambda now, *_: now > 0,
-            "{now:.0%} of the completions are truncated at the limit, more than --max_length_growth, and a policy taught "
-            "on these writes ever longer ones: keep it near the reference model by --kl_coef, raise "
+            "{now:.0%} of the completions are truncated at the limit, more than --max_length_growth, and a policy "
+            "taught on these writes ever longer ones: keep it near the reference model by --kl_coef, raise "
             "--num_generation_tokens, or set --do_truncation_filter 1"),
     Symptom("inference_recompute/logprob_diff", lambda now, start, _: now > max(0.02, 3 * start),
             "log-probabilities of sampler and trainer differ by {now:.2g} nats a token: set --importance_correction "
