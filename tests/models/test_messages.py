@@ -220,9 +220,9 @@ def test_calls_are_rendered_with_arguments_as_objects_or_as_text():
 
 
 REFUSED = [
-    (CALLED, "leaves the tool_calls of a message of the role assistant out"),
-    ([TURNS[0], says("assistant", "7", reasoning_content="x")], "leaves the reasoning_content of a message"),
-    ([says("user", "7", name="Ann")], "leaves the name of a message of the role user out"),
+    (CALLED, "leaves out the tool_calls of a message of the role assistant"),
+    ([TURNS[0], says("assistant", "7", reasoning_content="x")], "leaves out the reasoning_content of a message"),
+    ([says("user", "7", name="Ann")], "leaves out the name of a message of the role user"),
     ([says("user", "7", images=[])], "the key 'images', which is not read"),
     ([says("user", ["7"])], "the content of a message is"),
     ([says("user", None)], "neither content nor tool_calls"),
