@@ -1,6 +1,6 @@
 """Blocks of slots of one CPU: which rows they hold, where these have their caches, and when they are fewer.
 
-A block is what one call of a program computes. Blocks have one of few sizes, whatever is drawn, so that there are few
+A block is what one call of a program computes. Blocks have one of few sizes, whatever is sampled, so that there are few
 programs; all rows are at the same token. At first the rows of a group are adjacent and share the cache of their prompt.
 As rows end, the others are gathered in fewer blocks, each with a copy of its prompt's cache.
 
@@ -47,7 +47,7 @@ def block_size(sizes: Sequence[int], num_rows: int) -> int:
 
 
 def block_shape(sizes: Sequence[int], num_rows: int, group_size: int) -> tuple[int, int]:
-    """Returns the prompts of each of the blocks that begin to draw so many rows, and the slots of a prompt."""
+    """Returns the prompts of each of the blocks that begin to sample so many rows, and the slots of a prompt."""
     size = block_size(sizes, num_rows)
     if group_size <= 2 or num_rows <= min(sizes):  # two rows gain nothing by a prompt in common
         return size, 1

@@ -1,10 +1,10 @@
-"""Draws completions over pages of a cache: rows take slots and leave them, in one queue, and few programs do it all.
+"""Samples completions over pages of a cache: rows take slots and leave them, in one queue, with few programs.
 
-A draw depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
+A sample depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
 out, and computed again from their own tokens, and not a token changes. What the cache of a row lacks is computed in one
 way, by `PagedChain.prefill`: prompts, observations, forced answers, and rows that were put aside.
 
-To change when a row is admitted: `PageTable.admit` and `Lengths`. To change what a step draws: core/sampler.py.
+To change when a row is admitted: `PageTable.admit` and `Lengths`. To change what a step samples: core/sampler.py.
 
 B rows, A columns behind the prompt, S lanes of a decode program, s steps of a segment, R rows and T tokens of a
 prefill, w pages of the longest row, p tokens of a page.
@@ -264,7 +264,7 @@ class Segment(NamedTuple):
 
 
 class PagedChain:
-    """The completions of some prompts while they are drawn over pages; tokens and tables are on the host."""
+    """The completions of some prompts while they are sampled over pages; tokens and tables are on the host."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class PagedChain:
         self.num_cached = np.zeros(num_rows, int)  # of prompt and completion
         self.num_lost = np.zeros(num_rows, int)  # of these, when the row was put aside
         self.num_recomputed = np.zeros(num_rows, int)
-        self.versions = np.zeros(num_rows, int)  # what was launched for an earlier one is passed over
+        self.versions = np.zeros(num_rows, int)  # results of segments for an earlier version are ignored
         self.turn_starts = np.zeros(num_rows, int)
         self.is_drawing = np.ones(num_rows, bool)
         self.is_over = np.zeros(num_rows, bool)
@@ -306,7 +306,7 @@ class PagedChain:
         self.is_ahead = not (sampler.paging.adapts or model.delta)
 
     def run(self, cancelled: Event) -> Completions:
-        """Draws segments until all rows are over, and returns what they hold."""
+        """Samples segments until all rows are over, and returns the completions."""
         launched = None
         while not (self.is_over.all() or cancelled.is_set()):
             self.prefill()
@@ -320,7 +320,7 @@ class PagedChain:
         self.drawn.lengths = self.num_tokens
         return replace(self.drawn.completions(), num_recomputed=self.num_recomputed)
 
-    # What is asked of a chain with turns: see core/chains/turns.py.
+    # Methods that a chain with turns replaces: see core/chains/turns.py.
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         """Returns the number of tokens of each row at which its turn ends."""
@@ -342,12 +342,12 @@ class PagedChain:
             self.finish(row, is_finished=stop is not None)
 
     def between_segments(self, is_idle: bool) -> None:
-        """Is called after each segment; `is_idle`: no row draws."""
+        """Is called after each segment; `is_idle`: no row samples."""
 
     # Pages
 
     def prefill(self) -> None:
-        """Gets rows slots and pages, and computes what their cache lacks but for their last token."""
+        """Gives rows slots and pages, and computes what their cache lacks, except their last token."""
         paging, lengths = self.sampler.paging, self.prompt_lengths - 1
         page = self.sizes.page
         needed = -(-(lengths + np.minimum(self.num_launched + self.sizes.steps, self.turn_limits())) // page)
@@ -365,7 +365,7 @@ class PagedChain:
                 self.num_cached[row] = self.table.num_shared[row] * page
                 self.num_recomputed[row] += max(0, self.num_lost[row] - self.num_cached[row])
             jobs = [self.make_job(row, 0, self.table.num_shared[row] * page, is_shared=True) for row in firsts]
-        if paged_kernel(self.model) == "plain":  # a program's copies of pages are older than what it computes
+        if paged_kernel(self.model) == "plain":  # a program reads copies of pages from before its own results
             self.compute(jobs)
             jobs = []
         num_known = lengths + self.num_tokens
@@ -380,7 +380,7 @@ class PagedChain:
         first = len(prompt)
         tokens = [*prompt[start:stop], *self.drawn.tokens[row, max(0, start - first) : max(0, stop - first)].tolist()]
         slot, routes = self.table.slots[row], None
-        if self.model.num_experts:  # those of a column are recorded with the token that was drawn behind it
+        if self.model.num_experts:  # experts of a column are recorded with the token that was sampled behind it
             own = self.drawn.routes[row, max(0, start - first + 1) : max(0, stop - first + 1)]
             routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
         table = self.table.table[slot].copy()
@@ -435,13 +435,13 @@ class PagedChain:
         return min(width, -(-few_widths(num_tokens, width * page) // page))
 
     def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
-        """Returns the weights that these rows are drawn with."""
+        """Returns the weights that these rows are sampled with."""
         return self.sampler.weights_of(self.weights, self.row_offset + rows)
 
     # Segments
 
     def launch(self) -> Segment | None:
-        """Launches the next segment of all rows that can draw; None: there are none."""
+        """Launches the next segment of all rows that can be sampled; None: there are none."""
         sampler, limits = self.sampler, self.turn_limits()
         rows = np.flatnonzero((self.table.slots >= 0) & self.is_drawing & (self.num_launched < limits))
         if not rows.size:
@@ -483,7 +483,7 @@ class PagedChain:
         return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], self.drawn.first_tokens[rows])
 
     def read(self, segment: Segment) -> None:
-        """Adds what a segment drew to its rows, up to the end of their turns."""
+        """Adds the tokens of a segment to its rows, up to the end of their turns."""
         results = self.layout.fetch(segment.columns)
         is_valid = (self.versions[segment.rows] == segment.versions) & ~self.is_over[segment.rows]
         rows, lanes, starts, counts = (x[is_valid] for x in segment[:4])
@@ -522,7 +522,7 @@ class PagedChain:
         self.versions[row] += 1
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
-        """Appends tokens to a row that were not drawn."""
+        """Appends tokens to a row that were not sampled."""
         start = int(self.num_tokens[row])
         self.drawn.tokens[row, start : start + len(tokens)] = tokens
         self.num_tokens[row] = self.num_launched[row] = start + len(tokens)
@@ -535,7 +535,7 @@ class PagedChain:
         self.table.drop(row)
 
     def report(self) -> None:
-        """Calls `on_segment`; rows that are not over have a length beyond the drawn columns."""
+        """Calls `on_segment`; rows that are not over have a length beyond the sampled columns."""
         if self.sampler.on_segment:
             longest = int(self.num_tokens.max())
             lengths = np.where(self.is_over, self.num_tokens, longest + 1)
@@ -543,7 +543,7 @@ class PagedChain:
 
 
 def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sampler:
-    """Returns a sampler that draws over pages of this size; -1: chosen, 0: one that draws rows in step.
+    """Returns a sampler over pages of this size; -1: chosen, 0: a sampler of rows in step.
 
     In step, one CPU samples single replies faster. Raises: UserError if rows cannot be sampled in step.
     """
@@ -559,13 +559,13 @@ def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sam
 
 
 class PageSizes(NamedTuple):
-    """Sizes of draws over pages, over all shards."""
+    """Sizes of sampling over pages, over all shards."""
 
     page: int  # tokens
     width: int  # pages of the longest row
     num_pages: int
     num_slots: int
-    steps: int  # of a segment
+    steps: int  # steps of a segment
     lanes: list[int]  # of decode programs, the fewest first
     chunks: list[tuple[int, int]]  # rows and tokens of prefills
 

@@ -86,7 +86,7 @@ def run_programs(
 
 
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-    """Yields the programs that `play` can need for `num_tasks`; none if their shapes follow the lengths of rows."""
+    """Yields the programs that `play` can need for `num_tasks`; none if their shapes depend on the lengths of rows."""
     if worker.sampler.paging.page:
         steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.max_turns > 1 else 0
         if not worker.sampler.paging.adapts:
@@ -137,7 +137,7 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
 
 
 def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 0) -> Programs:
-    """Yields each program of draws over pages whose shapes do not follow a call.
+    """Yields each program of sampling over pages whose shapes do not depend on a call.
 
     `params`: arrays or their shapes; `steps`: of a segment, 0 for those of single replies.
     """
