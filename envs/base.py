@@ -155,8 +155,8 @@ class Env:
 
     A subclass writes `score` for problems with one reply, or `episode` and `max_turns` for conversations.
 
-    The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default;
-    those of a `dataclass(eq=False)`, which stays hashable, are its fields. Each process that scores makes its own
+    The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default. The
+    fields of a `dataclass(eq=False)`, which stays hashable, are options too. Each grading process makes its own
     environment from the same name and options: keep that quick.
     """
 

@@ -1,7 +1,7 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
-The defaults are those of github.com/kvfrans/lmpo: four numbers of 0 to 99, targets up to 1,000 made as in Reasoning
-Gym, its prompts, and 0.05 subtracted from the return of a truncated reply.
+The defaults are those of github.com/kvfrans/lmpo: its prompts, four numbers of 0 to 99, and targets up to 1,000 made as
+in Reasoning Gym. A truncated reply loses 0.05 of its return.
 Sources: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; games/countdown.py of
 github.com/open-thought/reasoning-gym, whose expressions are "chain".
 """
@@ -62,9 +62,9 @@ MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than an
 class Countdown(Env):
     """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
-    A fifth of all sets of numbers is kept for the test split, so that no training problem, whatever its order or
-    target, shares its numbers with a test problem. Test problems are all distinct. Problems of the valid split are on
-    sets of that fifth which no test problem has: for few small numbers none are left, and there is no such split.
+    A fifth of all sets of numbers is kept for the test split. So no training problem shares its numbers with a test
+    problem, whatever their order or its target. Test problems are all distinct. Problems of the valid split are on the
+    sets of that fifth that no test problem has. For few small numbers none are left, and there is no such split.
     """
 
     splits = ("train", "valid", "test")

@@ -32,9 +32,9 @@ TASK, NOTE = "Put the final answer within", ", use latex \\frac{a}{b} for fracti
 class Mathematics(Questions):
     """An answer that math-verify finds equal to the reference is correct.
 
-    One in 64 problems of a training set is kept for its test split, one in 128 for its valid split, and those that
-    stand in a benchmark are removed. A benchmark has test problems only: both of its splits are the whole set, so do
-    not train on it.
+    One in 64 problems of a training set is kept for its test split, and one in 128 for its valid split. Problems of a
+    benchmark are removed from training sets. A benchmark has test problems only: both of its splits are the whole set,
+    so do not train on it.
     """
 
     splits = ("train", "valid", "test")

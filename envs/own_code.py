@@ -1,9 +1,8 @@
 """Python files of the user: the functions and classes that FILE.py:NAME names, and the modules beside them.
 
-A file imports what lies in its folder as it does under `python FILE.py`, a utils.py too: its modules are those of a
-package of their own, so that none takes the name of one of this repository's. An import looks into the folder first
-where it stands in such a file, and nowhere else. The package's name has the folder in it: a process that a reward
-spawns finds its functions, too.
+A file imports the modules of its folder as under `python FILE.py`, a utils.py too. These modules belong to a package of
+their own, so none takes the name of one of this repository's. Only imports in such files look into the folder first.
+The package's name contains the folder, so a process that a reward spawns finds its functions, too.
 """
 
 import ast

@@ -285,7 +285,7 @@ def decode_attention(
     """Computes causal attention of new tokens over their row's prompt, its cache, and themselves.
 
     Returns the cache with the new tokens in it, from `columns` on; what it held from there on is masked.
-    B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them; it occupies columns
+    B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them. It occupies columns
     [starts, ends). With one prompt for each row, the prompt is all before the cache: the pages of models/pages.py.
     """
     cache = write_cache(cache, k, v, columns, kv_dtype)

@@ -117,10 +117,10 @@ def load_model(
 ) -> tuple[Decoder, Params, Tokenizer]:
     """Loads a Hugging Face folder (also relative to the repository) or, when there is none, a model of the hub.
 
-    `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU), `param_dtype` that of the arrays
-    (empty: as in config.json), `overrides` are further fields of Decoder. Parameters are laid out by `layout`, or put
-    on the first device. Host memory holds one parameter (of all layers) at a time. Adapters of a PEFT folder are added
-    to the parameters of their base.
+    `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU). `param_dtype` is that of the
+    arrays (empty: as in config.json). `overrides` are further fields of Decoder. Parameters are laid out by `layout`,
+    or put on the first device. Host memory holds one parameter (of all layers) at a time. Adapters of a PEFT folder are
+    added to the parameters of their base.
 
     Raises: UserError naming what is missing, damaged, or not supported.
     """
@@ -145,8 +145,8 @@ def load_policy(
 ) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
     """Loads a model to train: its architecture, frozen base, trained parameters, tokenizer.
 
-    Without a rank all float32 parameters are trained, and the base is empty. Otherwise the base is loaded in the layout
-    and dtype of sampling, unless it is given, and adapters are those of a PEFT folder, or new ones by the seed.
+    Without a rank all float32 parameters are trained, and the base is empty. With a rank the base is loaded in the
+    layout and dtype of sampling, unless it is given. The adapters are those of a PEFT folder, or new ones by the seed.
 
     Raises: UserError as `load_model`, and for adapters of another rank or alpha.
     """
@@ -455,9 +455,9 @@ def save_model(
 ) -> None:
     """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, as `write_model` does.
 
-    The tensors have `dtype` (empty: that of the parameters). `fetch` brings one tensor to the host; in a multi-process
-    run all processes call this function, since fetching is collective, and one of them with `write`. `card` is the text
-    of README.md, the model card (empty: none).
+    The tensors have `dtype` (empty: that of the parameters). `fetch` brings one tensor to the host. In a multi-process
+    run all processes call this function, since fetching is collective; one of them calls it with `write`. `card` is the
+    text of README.md, the model card (empty: none).
     """
     layers_with = model.layers_with()
     params = host_views(params)

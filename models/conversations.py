@@ -42,8 +42,8 @@ def encode_conversation(
     Each reply stands behind the prompt that a sampler would use. All is encoded as one text: the text of the chat
     template, with the thinking that the template drops.
 
-    Raises: UserError as `Tokenizer.write`; if the chat template cannot be continued behind a reply, or opens a block
-    of thinking that a reply does not close.
+    Raises: UserError as `Tokenizer.write`. Also if the chat template cannot be continued behind a reply, or opens a
+    block of thinking that a reply does not close.
     """
     end = end_of_turn(tokenizer)
     replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]

@@ -196,8 +196,8 @@ def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
 def score_softmax(logits: Logits, tokens: Ids) -> TokenScores:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
-    From sums over the logits less their largest, which one pass computes: with m the largest, e = exp(l - m), s the sum
-    of e and u that of e (l - m), log p = l - m - log s and H = log s - u / s.
+    One pass computes two sums: with m the largest logit and e = exp(l - m), s is the sum of e, and u that of e (l - m).
+    Then log p = l - m - log s, and H = log s - u / s.
     """
     # As a matrix: XLA:CPU adds up rows behind a first axis of size 1 at a fifth of the speed.
     rows = logits.reshape(-1, logits.shape[-1])

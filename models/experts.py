@@ -156,8 +156,8 @@ def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: 
 def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
     """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
-    All pairs at once, or in a loop for a TPU: there a gather of matrices lays out all of them anew, while on a GPU an
-    iteration of a loop copies the matrices that it takes (bench/compiled.py).
+    All pairs are computed at once, or in a loop on a TPU, where a gather of matrices lays out all of them anew. On a
+    GPU each iteration of a loop would copy the matrices that it takes (bench/compiled.py).
     """
     k = routing.ids.shape[2]
 

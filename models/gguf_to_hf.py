@@ -236,8 +236,8 @@ def check_tensors(gguf: Gguf, model: Decoder) -> None:
 def read_weights(gguf: Gguf, model: Decoder, dtype: np.dtype, name: str) -> np.ndarray:
     """Reads a tensor by its Hugging Face name. Raises UserError if it holds NaN or infinity.
 
-    llama.cpp rotates neighboring channels of a Llama against each other, transformers the halves of a head: rows of
-    queries and keys are put back in the order of halves.
+    llama.cpp rotates neighboring channels of a Llama against each other; transformers rotates the halves of a head. So
+    rows of queries and keys are put back in the order of halves.
     Source: `permute` in convert_hf_to_gguf.py of llama.cpp.
     """
     array = dequantize(gguf, gguf_name(model, name))

@@ -1,8 +1,8 @@
 """Bounds of tokenizer.json, which comes from a folder of others: how much a text may grow, and how long it may take.
 
 The library of tokenizers ends the process if memory fails, and nothing interrupts it. So its parts are bounded when
-they are loaded: by the longest replacements that they name, and, for regular expressions that repeat what repeats, by
-trying them in the process of models/templates.py.
+they are loaded, by the longest replacements that they name. Regular expressions that repeat a repetition are tried in
+the process of models/templates.py.
 """
 
 import base64

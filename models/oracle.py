@@ -1,8 +1,8 @@
 """The oracle of a run's start: its prompts and conversations, compared with transformers' rendering.
 
 A run joins the ids of prompts, sampled replies and the messages between them. They are compared with the ids of
-`apply_chat_template`. Two differences are allowed, and named: tools that the chat template does not show, which a
-system message announces, and thinking that it leaves out of earlier replies.
+`apply_chat_template`. Two differences are allowed, and named. A system message announces tools that the chat template
+does not show. And the template may leave thinking out of earlier replies.
 """
 
 from collections.abc import Sequence

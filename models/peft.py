@@ -221,8 +221,8 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     """Loads the adapters of a PEFT folder, float32, on the host; missing ones are zeros, which stay zeros.
 
     All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
-    Raises: UserError if a tensor is unknown, lacks its other half, has another shape, is not finite, or so large
-    that the weights would not be, with what is added to them.
+    Raises: UserError if a tensor is unknown, lacks its other half, has another shape, or is not finite. Also if it is
+    so large that the weights with the adapters added would not be finite.
     """
     folder = config.folder
     stored = stored_names(config, model)

@@ -102,10 +102,10 @@ def limits_of(layout: Layout, dtype: str) -> Limits | None:
 def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
     """Returns the least seconds in which a device can sample the `scored` tokens of rows, all rows at once.
 
-    It adds up parts, and takes of each the longer of its products and its bytes. In each step these are the weights of
-    the layers, read once (of experts those that the live rows choose, at most all), and the head with its logits.
-    Over all steps they are attention and states: each token reads the keys and values before it, those of a prompt
-    once for all its rows. All other tokens, a prompt's once, are prefilled at once.
+    It adds up parts, each the longer time of its products and its bytes. In each step the parts are the weights of the
+    layers, read once, and the head with its logits; of experts, those count that the live rows choose, at most all.
+    Over all steps the parts are attention and states. Each token reads the keys and values before it; those of a prompt
+    are read once for all its rows. All other tokens, a prompt's once, are prefilled at once.
     """
     _, firsts = np.unique(rows.prompts, return_index=True)
     prompt_lengths = rows.prompt_lengths[firsts, None]

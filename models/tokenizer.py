@@ -173,8 +173,8 @@ class Tokenizer:
     ) -> str:
         """Returns the text of a conversation up to the assistant's turn, or on within it if it has begun.
 
-        Raises: UserError when the chat template fails, writes far more than the messages, or leaves out what they hold;
-        for messages that `readable` refuses, and a tool without type hints or a docstring.
+        Raises: UserError when the chat template fails, writes far more than the messages, or leaves out parts of them.
+        Also for messages that `readable` refuses, and for a tool without type hints or a docstring.
         """
         if self.has_template and not plain:
             messages, schemas = self.prepare(messages, thinking, tools)

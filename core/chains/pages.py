@@ -1,8 +1,8 @@
 """Samples completions over pages of a cache: rows take slots and leave them, in one queue, with few programs.
 
 A sample depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
-out, and computed again from their own tokens, and not a token changes. What the cache of a row lacks is computed in one
-way, by `PagedChain.prefill`: prompts, observations, forced answers, and rows that were put aside.
+out, and computed again from their own tokens: no token changes. `PagedChain.prefill` computes all that the cache of a
+row lacks: prompts, observations, forced answers, and rows that were put aside.
 
 To change when a row is admitted: `PageTable.admit` and `Lengths`. To change what a step samples: core/sampler.py.
 
@@ -57,8 +57,8 @@ def chances_to_go_on(
 ) -> tuple[Float[np.ndarray, "B n"], Float[np.ndarray, "n"]]:
     """Returns the chances that rows of `num_drawn` tokens are not over after so many more, and these numbers of tokens.
 
-    By the lengths of rows that have `ended`: the product-limit estimate of Kaplan and Meier (1958), which counts the
-    rows that are not over for what they have.
+    By the lengths of rows that have `ended`: the product-limit estimate of Kaplan and Meier (1958). It also counts the
+    tokens of rows that are not over.
     """
     num_bins = min(limit, BINS)
     width = limit / num_bins

@@ -1,8 +1,8 @@
 """Samples completions of several policies over one base in one batch, each row with the adapters of its member.
 
-Each member's loop runs in a thread of its own. A call of its sampler waits until all members that are still running
-have called theirs; then one thread samples all requests, and each member gets its own rows. The samples equal those of
-a single run, since keys are made from the member's own.
+Each member's loop runs in a thread of its own. A call of its sampler waits until all members that still run have called
+theirs. Then one thread samples all requests, and each member gets its own rows. The samples equal those of a single
+run, since keys are made from the member's own.
 
 B = N G rows, as in core/sampler.py.
 """

@@ -105,11 +105,11 @@ class RunSettings(Protocol):
 class Run:
     """A run folder; all processes call every method, the main one writes.
 
-    As a context manager (`start`), around all that may run long, it ends the run: a signal or a failure to write ends
-    it with the newest state saved, in one sentence.
+    As a context manager (`start`), around all that may run long, it ends the run. After a signal or a failure to write,
+    the newest state is saved and one sentence is printed.
 
-    Raises: OSError when the folder cannot be written, UserError when it cannot be made, or holds a run that must not be
-    resumed, or when processes see different problems.
+    Raises: OSError when the folder cannot be written. UserError when it cannot be made, or holds a run that must not be
+    resumed, or when processes read different problems.
     """
 
     command = GRPO
@@ -264,8 +264,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         """Saves the newest state if it is not saved, and waits for it.
 
-        Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1); UserError, which
-        which adds what is saved, after another UserError.
+        Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1). After a UserError
+        it raises another one, which adds what is saved.
         """
         with self.stack:
             is_stopped = kind is Stop

@@ -1,8 +1,8 @@
 """Runs that others have made: which settings of a run folder may be taken over without asking.
 
-Settings can run code with the rights of the user: files of Python, and the code of a model if the sandbox is off. A
-run that this user has trained, with these files as they are, is in the user's own list, out of reach of what is
-downloaded. Of all others, such settings must be named on the command line.
+Settings can run code with the rights of the user: files of Python, and the code of a model if the sandbox is off. Runs
+that this user has trained, with these files as they are, are in the user's own list, which no download can change. For
+all other runs, such settings must be named on the command line.
 """
 
 import contextlib

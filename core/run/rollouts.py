@@ -23,8 +23,8 @@ def rollout_rows(
 ) -> list[JSONRow]:
     """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
-    Rows of the first `num_groups` also hold what report.html colors: prompt, tokens and their log-probabilities, and
-    for rows of `batch` their advantages and other fields of the batch.
+    Rows of the first `num_groups` also hold the fields that report.html shows as colors: prompt, tokens and their
+    log-probabilities. Rows of `batch` have their advantages and other fields of the batch, too.
     """
     completions = episodes.completions
     batch_rows = [] if batch is None else np.asarray(batch.row).tolist()

@@ -75,8 +75,8 @@ def load_rows(
     `may_repeat`: rows that repeat a prompt stay, such as games with random openings. `noun`: what the note calls a row;
     `skip`: advice on a malformed row, other than correcting it.
 
-    Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
-    `skip_bad_rows`, for the first malformed row, by file and line.
+    Raises: UserError when there is no data (with what to do), and when a file cannot be read to its end. Unless
+    `skip_bad_rows`, also for the first malformed row, by file and line.
     """
     files = find_files(source, data_dir)
     if not files and (data_dir or not source.hub):

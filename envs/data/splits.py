@@ -31,8 +31,8 @@ def split_rows(
 ) -> dict[str, list[Row]]:
     """Returns the rows of each split in their order: those with the smallest digests of their prompts are held out.
 
-    One prompt in `one_in` is for test, unless `tests` are, and half as many are for valid: the nearest whole number, at
-    least one, as long as one is left to train on. All rows of a prompt are in one split; `by_row`: each counts alone.
+    One prompt in `one_in` is for test, unless there are `tests`, and half as many are for valid. Both are rounded, and
+    at least one if one is left to train on. All rows of a prompt are in one split; `by_row`: each counts alone.
     """
     prompts = [(json.dumps(row.prompt), i * by_row) for i, row in enumerate(rows)]
     ranked = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt[0].encode()))

@@ -259,9 +259,9 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, or by math-verify.
 
-    Of a reference that is a worked solution, what it gives as its answer counts: see `final_reference`.
-    False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
-    are written alike. With `may_be_alike` false only short texts with words may be. It never raises.
+    If the reference is a worked solution, the answer at its end counts: see `final_reference`. False for texts that do
+    not parse, or are too long, too deeply nested or too large to be computed, unless both are written alike. With
+    `may_be_alike` false only short texts with words may be. It never raises.
     """
     try:
         return _same_math(final_reference(reference), answer, may_be_alike)

@@ -1,9 +1,9 @@
 """Classes of other trainers as episodes: those of TRL's `environment_factory`, and objects with `reset` and `step`.
 
-An object plays an episode from its `reset`, whose words end the prompt, to its last reward, all in one process, and is
-then reset for another one. Its methods may be coroutine functions. Before each call the global generators of `random`,
-NumPy and torch are seeded: what `reset` draws from them is the same for all samples of a group,
-and the same when an episode is played again.
+An object plays an episode in one process, from its `reset`, whose text ends the prompt, to its last reward. Then it is
+reset for another episode. Its methods may be coroutine functions. Before each call the global generators of `random`,
+NumPy and torch are seeded. So `reset` draws the same random numbers for all samples of a group, and all methods draw
+the same numbers when an episode is played again.
 """
 
 import contextlib

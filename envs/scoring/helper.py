@@ -4,10 +4,10 @@
                             |-- keeper --> worker: makes the environment, scores chunks of replies
                             |-- keeper --> worker
 
-A worker writes into shared memory which reply it is at and since when, so a reply that exceeds its time limit or ends
-its worker is the only one that is lost: the others of its chunk go back into the queue. The helper believes it no
-further than its messages allow. A keeper is the parent of one worker. It adopts what rewards start in sessions of their
-own, and ends it with the worker.
+A worker writes into shared memory which reply it is at and since when. So only a reply that exceeds its time limit or
+ends its worker is lost; the others of its chunk go back into the queue. The helper trusts a worker only as far as its
+messages are possible. A keeper is the parent of one worker. It adopts processes that rewards start in sessions of their
+own, and ends them with the worker.
 """
 
 import contextlib
@@ -175,8 +175,8 @@ class BrokenEnvironment(RuntimeError):
 def serve(fd: int) -> None:
     """Starts workers, then does the jobs of a run until the other end of the pipe is closed, and ends all it started.
 
-    The run sends jobs by number, at any time. The helper sends outcomes by number as they come, none of them once the
-    environment is made and None as a sign of life, and an error before it ends.
+    The run sends jobs by number, at any time. The helper sends outcomes by number as they come. An empty message means
+    that the environment is made, and None is a sign of life. Before it ends by an error, it sends the error.
     """
     run = Connection(fd)
     adopt_orphans()

@@ -3,8 +3,8 @@
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
-The workers belong to one helper process, a program of its own (envs/scoring/helper.py): a process that runs JAX must
-not fork, and multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
+The workers belong to one helper process, a program of its own (envs/scoring/helper.py), because a process that runs JAX
+must not fork. Multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
 3.2 s until two of them are ready. The helper never imports jax, so its workers can fork from it. Its pipe is the
 lifeline: when the run ends, however it ends, the pipe closes, and the helper ends its workers and itself.
 """
@@ -186,8 +186,8 @@ class Scorer:
     def receive(self, wakeup: Connection | None = None) -> dict[int, Outcome | Outcomes]:
         """Returns outcomes of jobs as they come, by number; none when `wakeup` can be read, or when the scorer closes.
 
-        A helper that is lost or stuck is replaced, and gets the unfinished jobs again, ever fewer at a time, until the
-        one that ends it is found: that fails.
+        A helper that is lost or stuck is replaced. The new one gets the unfinished jobs again, ever fewer at a time,
+        until the job that ends it is found; this job fails.
         Raises: UserError when helpers are lost without end, or cannot make the environment.
         """
         try:

@@ -39,8 +39,8 @@ class RewardConfig:
 def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> Scores:
     """Returns the scores with "truncation", added to the return: minus `penalty` for truncated replies that earn.
 
-    The environment sets the penalty (`Env.truncation_penalty`; 0: none); it cannot subtract it itself, since it sees a
-    reply's text and not whether the token limit ended it.
+    The environment sets the penalty (`Env.truncation_penalty`; 0: none). It cannot subtract the penalty itself, since
+    it gets a reply's text, and not whether the token limit ended the reply.
     """
     if not penalty:
         return scores

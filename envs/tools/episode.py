@@ -109,8 +109,8 @@ def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
 
     The arguments may stand under any of ARGUMENTS, and the whole call under "function".
-    Raises: CallError for anything else, with the keys that are not read; for a name that comes twice in an object, and
-    for numbers that are not finite.
+    Raises: CallError for anything else, with the keys that are not read. Also for a name that comes twice in an object,
+    and for numbers that are not finite.
     """
     try:
         call = json.loads(
