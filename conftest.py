@@ -36,7 +36,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
-CORE = "core.advantages core.objectives core.terms.ratios core.sampler core.extensions.members utils.batching"
+CORE = "core.advantages core.objectives core.terms.ratios core.sampler extras.members utils.batching"
 MODELS = "models.attention models.decoder models.deltanet models.distribution models.experts models.rotary"
 install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 

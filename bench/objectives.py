@@ -54,7 +54,7 @@ def command(folder: Path, options: Mapping[str, object]) -> list[str]:
     seeds = ",".join(map(str, SEEDS))
     flags = [str(x) for name, value in (FLAGS | options).items() for x in (f"--{name}", value)]
     return [
-        *(sys.executable, "core/population.py", "--population", f"seed={seeds};config={presets}"),
+        *(sys.executable, "extras/population.py", "--population", f"seed={seeds};config={presets}"),
         *("--config", "configs/demo.py", "--config", str(folder / "four_updates.yaml")),
         *(*flags, "--save_dir", str(folder)),
     ]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY = "python -c pass"
-COMMANDS = ("core/grpo.py", "core/eval.py", "core/sampling.py", "core/population.py", "core/minimal.py")
+COMMANDS = ("core/grpo.py", "core/eval.py", "core/sampling.py", "extras/population.py", "core/minimal.py")
 PROGRAMS = {EMPTY: ["-c", "pass"], "python -c 'import jax'": ["-c", "import jax"]}
 PROGRAMS |= {f"python {command} --learning_rat 1": [command, "--learning_rat", "1"] for command in COMMANDS}
 

@@ -194,7 +194,7 @@ def training_note(folder: Path, env: EnvConfig) -> str:
 def main(config: EvalCommand) -> None:
     layout = make_layout(config.devices, config.output.model_dir)
     if config.replay.replay:
-        from core.replay import replay
+        from extras.replay import replay
 
         row, from_turn = config.replay.row, config.replay.from_turn
         return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout, to_dict(config))

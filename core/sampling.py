@@ -26,7 +26,6 @@ from jaxtyping import Int, PyTree
 from core.chains.attach import with_forced_answer
 from core.chains.pages import with_pages
 from core.chat.terminal import ShowText, converse
-from core.chat.web import serve
 from core.records import Completions
 from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler
@@ -37,6 +36,7 @@ from envs.data.messages import Columns, Messages, as_messages, read_exchange
 from envs.data.rows import check_text
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig
+from extras.chat_web import serve
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import FEW_ROWS, describe_rollout, out_of_memory, rows_that_fit, sampling_room

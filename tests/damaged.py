@@ -18,13 +18,13 @@ import numpy as np
 
 from core.config import Config
 from core.eval import parse_command
-from core.replay import read_stored
 from envs import make_env
+from extras.compare import main as compare
+from extras.replay import read_stored
 from models.checkpoint import load_model
 from models.peft import load_adapters, read_adapters
 from models.tokenizer import load_tokenizer
 from utils.files import write_json
-from utils.reporting.compare import main as compare
 from utils.reporting.page import task_means
 from utils.settings.config import parse, to_dict
 from utils.settings.errors import UserError

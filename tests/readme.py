@@ -34,7 +34,7 @@ TRAIN = [
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
-    "core/population.py": TRAIN,
+    "extras/population.py": TRAIN,
     "core/eval.py": EVAL,
     "core/sampling.py": ["--num_generation_tokens", "16"],
 }  # fmt: skip
@@ -114,7 +114,7 @@ def as_python(argv: list[str]) -> int:
         if re.search("gsm8k|deepscaler|aime|amc|math500|countdown34", " ".join(flags)) and "--data_dir" not in flags:
             short += ["--data_dir", str(DATA)]
         flags += short if flags else ["--config", "configs/demo.py", *short]
-    if program == "utils/reporting/compare.py":  # runs that the page only names
+    if program == "extras/compare.py":  # runs that the page only names
         made = next(Path("runs").glob("*/metrics.jsonl"), Path("runs/none")).parent
         for name in (name for name in flags if re.fullmatch(r"(runs|~/runs)/\w+", name) and not Path(name).exists()):
             shutil.copytree(made, name)

@@ -16,7 +16,7 @@ import pytest
 from utils.settings import packages
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs", "recipes")
+PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs", "extras", "recipes")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
@@ -26,13 +26,14 @@ FILES = {
 
 # What the files of a package may import of the project. Commands, the files that can be run, only commands import.
 LAW = {
-    "core": ("core", "envs", "models", "utils"),
+    "core": ("core", "envs", "extras", "models", "utils"),
     "models": ("models", "utils"),
     "utils": ("utils",),
     "envs": ("envs", "utils.files", "utils.settings"),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "bench": PACKAGES,  # measures commands, too
     "runs": PACKAGES,
+    "extras": PACKAGES,
     "recipes": PACKAGES,
 }
 NUMERICAL = {"flax", "jax", "jaxlib", "optax", "orbax"}  # which envs/ never imports: its processes start in no time
@@ -155,9 +156,9 @@ import gc, runpy, sys
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
-for command in ("grpo", "eval", "sampling", "population", "sft"):
+for command in ("core/grpo", "core/eval", "core/sampling", "core/sft", "extras/population"):
     try:
-        runpy.run_path(f"core/{command}.py", run_name="__main__")
+        runpy.run_path(f"{command}.py", run_name="__main__")
     except SystemExit as end:
         print(end.code, gc.isenabled(), gc.get_freeze_count() > 100_000, len(collections) < 20)
         gc.unfreeze()
@@ -172,9 +173,12 @@ def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
     assert output == 5 * "2 True True True\n" + "[]\n"
 
 
-@pytest.mark.parametrize("command", ["grpo", "eval", "sampling", "population", "sft", "minimal"])
+@pytest.mark.parametrize(
+    "command",
+    ["core/grpo", "core/eval", "core/sampling", "core/sft", "core/minimal", "extras/population"],
+)
 def test_a_command_without_packages_says_what_to_install(command):
-    arguments = [sys.executable, "-B", "-S", f"core/{command}.py"]  # -S: without site-packages
+    arguments = [sys.executable, "-B", "-S", f"{command}.py"]  # -S: without site-packages
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -223,7 +227,7 @@ OLD_PYTHON = "import runpy, sys; sys.version_info = (3, 8, 18); runpy.run_path(s
 def test_old_python_parses_a_command_and_reads_which_is_needed(file):
     for source in (file, ROOT / "utils/settings/packages.py"):
         ast.parse(source.read_text("utf-8"), feature_version=(3, 8))
-    if file.parent.name in ("core", "models"):
+    if file.parent.name in ("core", "extras", "models"):
         done = subprocess.run(
             [sys.executable, "-S", "-c", OLD_PYTHON, file],
             cwd=ROOT,
@@ -250,7 +254,7 @@ root = str(Path.cwd())
 for name, path in json.loads(FILES):
     opened.clear()
     try:
-        if path.split("/")[0] in ("core", "envs", "models", "utils"):
+        if path.split("/")[0] in ("core", "envs", "extras", "models", "recipes", "utils"):
             importlib.import_module(name)
         else:
             spec = importlib.util.spec_from_file_location(name, path)

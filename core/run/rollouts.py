@@ -56,7 +56,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     finished        bool [B]        not truncated by the token limit
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
-    positions       int64 [B]       of the groups in the run; samples depend on them: see core/replay.py
+    positions       int64 [B]       of the groups in the run; samples depend on them: see extras/replay.py
     returns         float32 [B]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions

@@ -20,9 +20,7 @@ from contextlib import closing
 import jax
 import pytest
 
-from core.chat import web
 from core.chat.terminal import StreamPrinter, converse
-from core.chat.web import ChatServer, Handler, serve
 from core.sampling import (
     ChatModel,
     PromptConfig,
@@ -34,6 +32,8 @@ from core.sampling import (
 )
 from envs import make_env
 from envs.settings import EnvConfig
+from extras import chat_web as web
+from extras.chat_web import ChatServer, Handler, serve
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT
 from utils.settings.errors import UserError

@@ -16,7 +16,6 @@ import pytest
 import scipy.stats
 
 from core import eval as evaluation
-from core.replay import replay
 from core.run.fingerprints import fingerprint_code
 from core.run.foreign import own_file, remember_code
 from core.run.metrics import explained_variance
@@ -25,6 +24,7 @@ from envs import ENVS, find_class
 from envs.base import Env
 from envs.settings import CODE
 from envs.style import Style, Styled
+from extras.replay import replay
 from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT
 from tests.oracles.enumeration import vote

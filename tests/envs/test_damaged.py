@@ -67,7 +67,7 @@ BEHIND = {
     "npz": "numpy.bincount",
     "metrics": "utils.reporting.page.curve_data",
     "config": "core.eval.as_held_out",
-    "replay": "core.replay.make_config",
+    "replay": "extras.replay.make_config",
     "tokenizer": "models.tokenizer.check_ids",
     "template": "models.tokenizer.Tokenizer.encode",
     "jsonl": "envs.data.rows.check_text",

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from core.config import Config
 from core.grpo import main
-from core.replay import replay
 from core.rollout import RolloutWorker
 from core.run.folder import settings_of_model
 from core.sampler import Sampler
+from extras.replay import replay
 from models import decoder, experts
 from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy

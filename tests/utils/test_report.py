@@ -20,10 +20,10 @@ from core.records import Batch, Completions, Episodes, Progress
 from core.run.folder import Run
 from core.run.metrics import loss_metrics, row_losses
 from core.run.rollouts import rollout_rows, score_arrays
+from extras.compare import main
 from utils.evaluation.estimates import mean_and_ci
 from utils.evaluation.tables import format_runs
 from utils.metrics.logger import Logger
-from utils.reporting.compare import main
 from utils.reporting.page import (
     PANELS,
     SizedRow,

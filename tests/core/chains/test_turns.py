@@ -27,13 +27,13 @@ from core.chains.turns import Conversations, TurnChain
 from core.config import Config
 from core.grpo import main
 from core.records import Completions
-from core.replay import read_stored, replay, task_index, weights_before
 from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
 from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
+from extras.replay import read_stored, replay, task_index, weights_before
 from models import decoder
 from models.architecture import FULL, SLIDING, Decoder
 from models.checkpoint import load_model

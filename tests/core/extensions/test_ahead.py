@@ -13,8 +13,8 @@ import pytest
 
 from core import grpo
 from core.config import Config
-from core.replay import read_stored, replay
 from core.rollout import RolloutWorker
+from extras.replay import read_stored, replay
 from models.checkpoint import load_model
 from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments, checksum, records

@@ -1,7 +1,7 @@
 """Converts a GGUF file, as llama.cpp reads it, to a Hugging Face folder that `load_model` and transformers load.
 
     pip install gguf
-    python models/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf ~/checkpoints/SmolLM2-135M-Instruct
+    python runs/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf ~/checkpoints/SmolLM2-135M-Instruct
 
 Quantized weights become the numbers that they stand for, in float32, or in --dtype. The tokenizer, its
 chat template and its stop ids come from the file's metadata.

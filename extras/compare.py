@@ -1,7 +1,7 @@
 """Compares runs side by side, in a page or a picture.
 
-python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --html compare.html   # open it in any browser
-python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --out compare.png
+python extras/compare.py runs/countdown-1 runs/countdown-2 --html compare.html   # open it in any browser
+python extras/compare.py runs/countdown-1 runs/countdown-2 --out compare.png
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 from utils.reporting.page import label_runs, write_report

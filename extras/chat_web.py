@@ -23,7 +23,7 @@ from models.messages import Message
 from utils.metrics.terminal import lowered_program
 from utils.settings.errors import UserError, describe_error, on_one_line
 
-PAGE = Path(__file__).with_name("web.html")
+PAGE = Path(__file__).with_name("chat_web.html")
 ROLES = ("user", "assistant")
 MAX_BYTES = 10**7  # bytes of a request
 MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second

@@ -1,10 +1,10 @@
 """Trains many policies over one base in one process: adapters, an objective and a run folder for each member.
 
-    python core/population.py --population "seed=0,1,2;config=configs/grpo.py,configs/cispo.py" \\
+    python extras/population.py --population "seed=0,1,2;config=configs/grpo.py,configs/cispo.py" \\
         --config configs/demo.py --lora_rank 4 --lr 3e-3 --save_dir runs/population
 
 Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
-core/grpo.py, in a thread and a folder of its own; core/extensions/members.py samples completions of all in one batch.
+core/grpo.py, in a thread and a folder of its own; extras/members.py samples completions of all in one batch.
 """
 
 import gc
@@ -30,7 +30,6 @@ from functools import partial
 
 from core.config import Config
 from core.extensions.checks import refuse
-from core.extensions.members import MemberSampler, SharedSampler, settings_of
 from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
@@ -38,6 +37,7 @@ from core.records import Progress
 from core.rollout import RolloutWorker
 from core.run.folder import Run, make_default_folder, settings_of_model
 from envs.settings import resolve_environments
+from extras.members import MemberSampler, SharedSampler, settings_of
 from models.checkpoint import load_policy
 from models.state import TrainState
 from models.tokenizer import Tokenizer

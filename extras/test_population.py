@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 from scipy import stats
 
-from core import grpo, population
+from core import grpo
 from core.config import Config
-from core.extensions.members import MemberSampler, SharedSampler
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
+from extras import population
+from extras.members import MemberSampler, SharedSampler
 from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import gguf_to_hf
 from models.checkpoint import load_model
 from models.families import DTYPES
+from runs import gguf_to_hf
 from tests.references import DATA, FIXTURES, expected_of, logits, needs_data, rows
 from utils.settings.errors import UserError
 
@@ -153,7 +153,7 @@ def test_tensors_are_written_in_another_type(dtype, tmp_path):
 @pytest.mark.slow
 def test_the_command_converts(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", "llama-untied")
-    command = [sys.executable, "models/gguf_to_hf.py", file, tmp_path / "model", "--dtype=float16"]
+    command = [sys.executable, "runs/gguf_to_hf.py", file, tmp_path / "model", "--dtype=float16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "of a LlamaForCausalLM; written to" in done.stdout, done.stderr
 
