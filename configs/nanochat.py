@@ -4,8 +4,8 @@
 the matrices (0.02), AdamW for the embedding and the head, all times 0.05 and falling linearly to 0.
 
 Differences: the embedding's rate is nanochat's 0.2 times 0.02, the deviation of a pretrained embedding (nanochat's
-starts at 1, where 0.2 is as large a step); one pair of betas, 0.8 and 0.95, where nanochat has 0.8, 0.96 for the head
-and 0.8, 0.995 for the embedding; Muon without a second moment; no weight decay; the loss is normalized over the whole
+starts at 1, so 0.2 is as large a step); one pair of betas, 0.8 and 0.95 (nanochat: 0.8, 0.96 for the head and 0.8,
+0.995 for the embedding); Muon without a second moment; no weight decay; the loss is normalized over the whole
 batch; log-probabilities are those of the truncated distribution; the stop token is trained.
 Source: github.com/karpathy/nanochat, scripts/chat_rl.py. Expect fast early progress, then the schedule's calm.
 """

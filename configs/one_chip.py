@@ -13,7 +13,7 @@ import os
 from utils.devices.startup import join_devices
 from utils.settings.errors import UserError
 
-# By kind, as JAX names it: --remat (where there is room the one that recomputes less), GB that this run needs and may
+# By kind, as JAX names it: --remat (if there is room, the one that recomputes less), GB that this run needs and may
 # use, and the least seconds of a step: at the peaks of models/speed.py, with replies of 256 tokens.
 CHIPS = {
     "Tesla T4": ("full", 9.2, 14.4, 39),  # without bfloat16: --dtype is float32 there by itself
@@ -25,7 +25,7 @@ CHIPS = {
 
 def find_chip() -> str:
     """Returns the kind of the device. Raises: UserError for one that is not of CHIPS."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory, where JAX takes 0.75 else
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # share of a GPU's memory; JAX's default is 0.75
     kind = join_devices()[0].device_kind
     if kind in CHIPS:
         return kind

@@ -1,6 +1,6 @@
 """The sanity check of kvfrans/lmpo for models/tiny: the reward is the number of characters, at most 256.
 
-The reward is not for poems: noise of 256 characters, cut off at the limit, has full marks. Two minutes on a CPU.
+The reward is not for poems: noise of 256 characters, truncated at the limit, has full marks. Two minutes on a CPU.
 """
 
 from configs import cpu

@@ -6,7 +6,8 @@
 
 Differences: the critic has an optimizer of its own, at the same rate (there one Adam for both and a coefficient of 0.1,
 which Adam divides out again, but for the norm that both are clipped by); advantages are whitened over the batch.
---kl_coef needs --kl_in reward, where each token pays log p - log p_ref (there the completion pays the mean of k3).
+--kl_coef needs --kl_in reward, which subtracts log p - log p_ref from each token's reward. There, the mean of k3 is
+subtracted from the completion's reward.
 Source: github.com/zafstojano/policy-gradients.
 """
 

@@ -194,7 +194,7 @@ def save_state(file: Path, step: int, state: TrainState) -> None:
 
 
 def restore_state(file: Path, state: TrainState) -> tuple[int, TrainState]:
-    """Returns the step and the state that `save_state` wrote; 0 and `state` where there is no file."""
+    """Returns the step and the state that `save_state` wrote; 0 and `state` if there is no file."""
     if not file.exists():
         return 0, state
     leaves, tree = jax.tree.flatten(state)
