@@ -80,9 +80,9 @@ def live_slots(
 ) -> Int[np.ndarray, "K"] | None:
     """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
 
-    `slots` holds the row of each sampler slot (-1: empty), in equal shards; a row stays in its shard. The sizes
-    of shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until `fewest` slots are left in all: few, so that all
-    of them can be compiled ahead.
+    `slots` holds the row of each sampler slot (-1: empty), in equal shards; a row stays in its shard. The sizes of
+    shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until `fewest` slots are left in all. There are few sizes,
+    so all of them can be compiled ahead of time.
     """
     size = len(slots) // shards
     is_live = slots >= 0
@@ -159,9 +159,9 @@ COLUMNS, COLUMNS_OF_WIDTHS = 6, 2  # columns of rows for each packed token
 def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: bool) -> tuple[MicrobatchShape, ...]:
     """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
-    `longest`: most columns of a row; `most_rows`: of an optimizer batch on a shard. If attention skips what is behind a
-    row's end, all rows have one width, and a second shape has a quarter of the tokens, for what is left. Else there are
-    three widths, longest first, whose padding attention computes.
+    `longest`: most columns of a row; `most_rows`: of an optimizer batch on a shard. If attention skips padding, all
+    rows have one width, and a second shape has a quarter of the tokens, for the last rows. If attention computes
+    padding, there are three widths, longest first.
     """
 
     def shape_of(width: int, num_packed: int, columns: int) -> MicrobatchShape:
@@ -181,8 +181,8 @@ def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: 
 def plan_microbatches(sizes: RowSizes, shapes: Sequence[MicrobatchShape], shards: int) -> list[Microbatch]:
     """Puts all rows into the cheapest micro-batches of these shapes, equally full, with prompts shared.
 
-    Of each width, longest first, there are as many as the rows that are longer than the next one need; shorter rows
-    fill what room is left. Raises: ValueError for a row that is longer than the longest width.
+    Each width, longest first, gets as many micro-batches as the rows need that are longer than the next width. Shorter
+    rows fill the room that is left. Raises: ValueError for a row that is longer than the longest width.
     """
     if (longest := int(sizes.lengths.max())) > shapes[0].width:
         raise ValueError(f"a row has {longest} tokens, more than the {shapes[0].width} columns that are compiled")

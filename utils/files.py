@@ -60,8 +60,8 @@ def skipping_damage() -> Iterator[None]:
 def read_arrays(path: str | Path, needed: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Returns the arrays of numbers of an .npz file by name.
 
-    Raises: UserError naming the file, the array and what is wrong with it, for more than MAX_ARRAYS bytes, and for a
-    `needed` array that is not there; OSError.
+    Raises: UserError naming the file, the array and what is wrong with it. Also for more than MAX_ARRAYS bytes, and for
+    a `needed` array that is not there; OSError.
     """
     arrays, name = {}, ""
     with open_file(path) as file:

@@ -100,9 +100,8 @@ def shapes_of(tree: PyTree, memory_kind: str = "") -> PyTree:
 def forget_programs() -> bool:
     """Drops all compiled programs if they have most of the memory mappings that Linux allows a process.
 
-    Those that are needed again come from the compilation cache. XLA takes three mappings for each kernel of a program
-    on a CPU, up to 500 for a program, and crashes if there are none left, usually of 65,530: a step may still add a
-    quarter.
+    Programs that are needed again come from the compilation cache. On a CPU, XLA takes three mappings for each kernel
+    of a program, up to 500 for a program. It crashes if none are left of usually 65,530, and a step may add a quarter.
     """
     with contextlib.suppress(OSError, ValueError):  # not on Linux
         num_maps = MAPS.read_bytes().count(b"\n")

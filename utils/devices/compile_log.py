@@ -22,8 +22,9 @@ MOST_NAMED = 5  # programs in a warning
 class Compilations:
     """Lists the programs that are compiled within the block, in any thread, and those that the cache returns.
 
-    Each is a JSON object, also a line of `file`: its name, shapes of its arguments (without a file: none), seconds,
-    whether the cache had it, and how many steps the process had made by then.
+    Each is a JSON object, also a line of `file`. It has the program's name, the shapes of its arguments (without a
+    file: none), and seconds. It also has whether the cache had the program, and how many steps the process had made by
+    then.
     """
 
     def __init__(self, file: Path | None = None):

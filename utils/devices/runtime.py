@@ -128,8 +128,8 @@ def raise_file_limit() -> None:
 def keep_memory(model_dir: str) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
-    LARGE ones are excepted: smaller arrays would take the space of one that was freed, so the next one would not fit
-    there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each
+    LARGE temporaries are excepted. Smaller arrays would take the space of a freed one, so the next one would not fit
+    there, and the heap would grow: with 135M parameters an update peaked at 9 GB, now at 5. Their pages are zeroed each
     time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
 
     Threads that compile wait for one another at the lock of a single arena, a fifth of the CPU time of a cold start.

@@ -1,7 +1,7 @@
 """The mesh of devices: how arrays are sharded over it, and how processes exchange values.
 
-Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of the batch), `tp` cuts heads and MLPs,
-each expert's too: so all devices have the same work, however many tokens an expert gets.
+Mesh axes: `data` holds copies of the parameters; `fsdp` shards them, and rows of the batch; `tp` shards heads and MLPs,
+each expert's too. So all devices have the same work, however many tokens an expert gets.
 """
 
 import json
@@ -229,8 +229,8 @@ def on_each(
     """Returns f(weights, rows) under shard_map, on each device's rows and its fsdp shard of the weights, inside of jit.
 
     f calls `gather` when it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
-    summed: for TPU it sends pieces of weights around and keeps running sums of their products in bfloat16, and the
-    gradient of the head was summed whole on every device.
+    summed. For TPU it sends pieces of weights around and keeps running sums of their products in bfloat16. The gradient
+    of the head was summed whole on every device.
 
     `table`: shapes and logical axes of the weights; None: they are whole. What concerns `tp` is left to XLA.
     """
@@ -264,10 +264,10 @@ def is_on_each() -> bool:
 
 
 def gather(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Returns a float32 weight of this shape that fsdp cuts whole, rounded to this dtype, inside of `on_each`.
+    """Returns a whole float32 weight of this shape that fsdp shards, rounded to this dtype, inside of `on_each`.
 
-    In that dtype it is sent. It is float32 again, so that its gradients are summed in float32: those of a device, then
-    those of all devices, and each keeps its part. A weight that is whole stays as it is.
+    The weight is sent in that dtype, and is then float32 again, so that its gradients are summed in float32. Gradients
+    are summed on a device first, then over all devices, and each keeps its part. A whole weight stays as it is.
     """
     is_cut = [size != whole for size, whole in zip(x.shape, shape, strict=True)]
     return gather_along(x, is_cut.index(True), dtype) if any(is_cut) else x
@@ -295,8 +295,8 @@ gather_along.defvjp(gather_forward, gather_backward)
 def look_up(x: jax.Array, ids: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
     """Returns the rows of a matrix with these ids, rounded to this dtype, also inside of `on_each`.
 
-    Where fsdp cuts its columns, which are `width`, a device reads its part of the rows of all devices and sends them
-    theirs: fewer bytes than the whole matrix has, and gradients are added up where they are kept.
+    If fsdp shards its `width` columns, a device reads its part of the rows of all devices, and sends each device's
+    rows. That is fewer bytes than the whole matrix has, and gradients are added up on the device that keeps them.
     """
     if x.shape[1] == width:
         return x[ids].astype(dtype)
@@ -344,8 +344,8 @@ def sharding_of(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Returns `x` sharded along these logical axes (of its first dimensions), inside of jit; as it is without a mesh.
 
-    Left to itself, the compiler gathers the batch and cuts the products by the weights' fsdp: each device computes the
-    attention and the logits of all rows.
+    Left to itself, the compiler gathers the batch and shards the products by the weights' fsdp. Each device would then
+    compute the attention and the logits of all rows.
     """
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Manual in mesh.axis_types:  # inside of `on_each`

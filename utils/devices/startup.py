@@ -103,8 +103,8 @@ def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "")
 def check_ahead(num_rollout: int, num_devices: int) -> None:
     """Raises UserError if rollouts cannot be sampled ahead on these devices.
 
-    Programs that two threads launch on the same devices could begin in another order on each of them; if they send
-    something to one another, both would wait for ever.
+    Programs that two threads launch on the same devices could begin in another order on each of them. If they send
+    something to one another, both would wait forever.
     """
     if jax.process_count() > 1:
         raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: leave it out")

@@ -28,8 +28,8 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     """Returns the mean over tasks and its 95% interval, by the name of the score.
 
     `_ci` is half the width of the interval. A score from 0 to 1 also gets `_low` and `_high`, the ends of Wilson's
-    interval, which is not symmetric; other scores get the normal approximation over tasks, and no interval if all
-    tasks are equal, since their spread is then unknown.
+    interval, which is not symmetric. Other scores get the normal approximation over tasks. If all tasks are equal, they
+    get no interval, since their spread is unknown.
     """
     x = np.asarray(x, np.float64)
     num_tasks = len(x)
@@ -129,8 +129,8 @@ def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> TaskValues:
 def best_of_k(returns: SampleValues, k: int) -> TaskValues:
     """Returns the unbiased mean of the best return of k samples, from G >= k samples.
 
-    That is Σ_i C(i - 1, k - 1) / C(G, k) r_i, with r_i the i-th smallest: it is the best of that many subsets. The same
-    counting as in pass@k; this is its form for returns that are not 0 or 1.
+    That is Σ_i C(i - 1, k - 1) / C(G, k) r_i, with r_i the i-th smallest, which is the best of that many subsets. The
+    counting is that of pass@k, in its form for returns that are not 0 or 1.
     """
     num_samples = returns.shape[1]
     num_subsets = comb(num_samples, k)
@@ -233,8 +233,8 @@ def multiply_rows(rows: Float[np.ndarray, "W T"], polynomial: Float[np.ndarray, 
 def paired_bootstrap(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, float | None]:
     """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
-    Tasks are drawn N times with replacement, both values of a task together; the interval holds the 2.5% to 97.5%
-    quantiles of the resampled mean of y - x, and is None if all tasks differ by the same: resampling them says
+    Tasks are drawn N times with replacement, both values of a task together. The interval holds the 2.5% to 97.5%
+    quantiles of the resampled mean of y - x. It is None if all tasks differ by the same: resampling them shows
     nothing. p is the share of the resamples, the data themselves counted as one, in which the mean is 0 or less. It is
     at least 2^-N, the chance that N signs agree, which no number of resamples can undercut.
     Sources: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4; Phipson and Smyth

@@ -96,8 +96,9 @@ class HealthChecks:
 class Collapse:
     """Looks for updates that change the policy too much, and for a return that falls within a step or two of one.
 
-    Noise is told apart by the size of the fall, against the last steps and the standard error of a batch, and by a
-    trace of the policy's jump: a large update or KL in the steps before, or another length or entropy since.
+    A collapse differs from noise in two ways. The fall is large against the last steps and the standard error of a
+    batch. And the policy's jump left a trace: a large update or KL in the steps before, or another length or entropy
+    since.
     """
 
     def __init__(self):

@@ -1,8 +1,8 @@
 """Writes report.html of a run, or of several runs side by side: curves, configuration, rollouts, in one file.
 
 The page is template.html with curves.js and page.js, which draw; this file adds the data, thinned to what a browser
-opens at once. Models write hostile text: the data is JSON in which nothing can end its element, the scripts show text
-as text only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
+opens at once. Models write hostile text. So the data is JSON in which nothing can end its element, and the scripts show
+text as text only. The page's own policy lets no other script run, and nothing be loaded from anywhere.
 """
 
 import base64
@@ -343,8 +343,8 @@ def task_means(file: Path) -> dict[str, TaskMeans]:
 def row_means(file: Path) -> dict[str, TaskMeans]:
     """Returns a value for each held-out row whose mean is the loss of a token, from arrays of metrics.row_losses.
 
-    The values of long and short rows differ as the terms of a ratio of two sums do, so that differences between steps
-    have the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError if the file has other arrays.
+    The values of long and short rows differ like the terms of a ratio of two sums. So differences between steps have
+    the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError if the file has other arrays.
     """
     names = "losses", "num_tokens"
     arrays = read_arrays(file, names)
@@ -386,8 +386,8 @@ def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple
 def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
     """Returns rollouts of steps evenly spread over the run and of these `steps`, and a note on those left out.
 
-    A row has `text`, `return` and other scores, `group`, `task`, `length`, `finished`; and, where they were written,
-    `prompt`, `advantage` (one, or one for each token) and the lists `tokens` (text), `logprobs` (of the sampler),
+    A row has `text`, `return` and other rewards, `group`, `task`, `length` and `finished`. If they were written, it
+    has `prompt`, `advantage` (one, or one for each token) and these lists: `tokens` (text), `logprobs` (of the sampler),
     `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.
     """
     files = rollout_files(folder, "step")

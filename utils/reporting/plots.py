@@ -1,7 +1,7 @@
 """Draws plot.png of a run, or of several runs in one picture, from what metrics.jsonl holds.
 
-Dots with bars are held-out scores and their 95 % intervals; lines are of the training batches, pale as they are and
-strong as a trailing mean, with gaps at steps without a value. report.html draws them alike.
+Dots with bars are held-out scores and their 95% intervals. Pale lines are the values of training batches, and strong
+lines their trailing mean; steps without a value are gaps. report.html shows the same curves.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Verdict on a run in words: what it has learned and by how much, or since when nothing has changed.
 
 It compares held-out scores problem by problem (losses row by row), or by their 95% intervals if only their means are
-known; a run without any is judged by the returns of its training batches, blocks of steps instead of evaluations.
+known. A run without held-out scores is judged by the returns of its training batches, in blocks of steps.
 """
 
 import math
@@ -44,8 +44,8 @@ class Point(NamedTuple):
 def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
-    It is that of the correct answers if they are logged and have changed, or that of the return, or that of the
-    loss of written replies; without an update there is nothing to compare.
+    The verdict is on the correct answers if they are logged and have changed; if not, on the return, or on the loss of
+    written replies. Without an update there is nothing to compare.
     """
     held_out = [name for name, _ in MAIN if name in run]
     held_out += [name for name in LOSS if name in run][:1]

@@ -152,8 +152,8 @@ class CheckpointManager:
 class LateCallbacks:
     """A sys.unraisablehook that drops the error of callbacks which come to an event loop after its end.
 
-    When one of many writes fails, Orbax raises its error and closes its event loop; tensorstore still reports each of
-    the other writes to it, from threads of its own. All other errors go to the hook that was there before.
+    When one of many writes fails, Orbax raises its error and closes its event loop. Threads of tensorstore still report
+    each of the other writes to that loop. All other errors go to the hook that was there before.
     """
 
     def __init__(self, previous: Callable[["sys.UnraisableHookArgs"], None]):

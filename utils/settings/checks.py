@@ -21,8 +21,8 @@ KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a soc
 def check_number(name: str, value: float) -> None:
     """Raises UserError for a number of a setting that arrays cannot hold.
 
-    That is an integer beyond 32 bits (JAX would take the lowest ones, so that two seeds are one), NaN,
-    infinity, and a fraction that is infinite or 0 in float32.
+    These are integers beyond 32 bits, NaN, infinity, and fractions that are infinite or 0 in float32. JAX would take
+    the lowest 32 bits of an integer, so that two seeds would be one.
     """
     size = abs(value)
     if type(value) is int and size >= 2**31:

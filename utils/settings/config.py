@@ -178,8 +178,8 @@ def parse(
 ) -> T:
     """Returns the settings of a command line (without the program's name).
 
-    The command line beats the preset (`--config FILE`), the preset beats what it all implies (`implied`, from the
-    options that are set), and that beats the defaults. `aliases` maps other accepted names to names of options,
+    The command line beats the preset (`--config FILE`). The preset beats options that the set ones imply (`implied`),
+    and these beat the defaults. `aliases` maps other accepted names to names of options,
     `spellings` are flags of another program. A group's `settle(options, presets)` may change options of a preset that
     do not fit those above it. What is unknown or malformed, and each ValueError of the class itself, ends the program
     with `fail`.
