@@ -386,8 +386,8 @@ def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple
 def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
     """Returns rollouts of steps evenly spread over the run and of these `steps`, and a note on those left out.
 
-    A row has `text`, `return` and other rewards, `group`, `task`, `length` and `finished`. If they were written, it
-    has `prompt`, `advantage` (one, or one for each token) and these lists: `tokens` (text), `logprobs` (of the sampler),
+    A row has `text`, `return` and other rewards, `group`, `task`, `length` and `finished`. If they were written, it has
+    `prompt`, `advantage` (one, or one for each token) and these lists: `tokens` (text), `logprobs` (of the sampler),
     `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.
     """
     files = rollout_files(folder, "step")
