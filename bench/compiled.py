@@ -19,7 +19,7 @@ The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, o
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
 a matrix product may be another one on the device. What can be read is memory, and what each iteration of a loop does:
 copies, collectives, bytes. bench/test_compiled.py asserts it. A row takes minutes, most of them for rollouts on TPUs:
-see --layers, which is wrong there where the keys of a layer fit into the memory of the chip.
+see --layers, which is wrong there if the keys of a layer fit into the memory of the chip.
 """
 
 import sys
@@ -372,7 +372,7 @@ def trained_shapes(model: Decoder, layout: Layout, config: Config) -> Params | A
 
 
 def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
-    """Returns the base below adapters as shapes laid out on the devices; empty where all parameters are trained."""
+    """Returns the base below adapters as shapes laid out on the devices; empty if all parameters are trained."""
     if not config.lora.lora_rank:
         return {}
 

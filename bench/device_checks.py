@@ -4,7 +4,7 @@
     python bench/device_checks.py --layers 28 --vocabulary 151936
 
 Differences are of log-probabilities in nats, and of a gradient as a fraction of its norm. The command ends with status
-1 where one is above its limit.
+1 if one is above its limit.
 """
 
 import sys

@@ -94,7 +94,7 @@ def evaluate(model: Path | str, file: Path, options: Mapping[str, object] = MANY
 
 
 def written(model: Path | str, file: Path) -> list[list[dict[str, str]]]:
-    """Returns conversations: training problems, and what a model writes, where it comes to an end."""
+    """Returns conversations: training problems, and a model's replies that come to an end."""
     options = {"env_name": "countdown", "num_eval_tasks": NUM_WRITTEN, "save_samples": file}
     evaluate(model, file.with_suffix(".json"), options)
     conversations = []

@@ -4,7 +4,7 @@
     python bench/objectives.py --dir runs/objectives --draw     # objectives.png and the table, from what is there
 
 Each step samples 256 completions (16 prompts x 16) and takes four updates, each of a quarter of the rows trained on
-(sil and nanochat one, of all of it; policy_gradients one of every 8 completions). All else is the preset's or, where
+(sil and nanochat one, of all of it; policy_gradients one of every 8 completions). All else is the preset's or, if
 that is silent, the demo's. `ppo` is missing: its critic is a second model, which adapters have no room for.
 """
 

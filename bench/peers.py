@@ -3,7 +3,7 @@
     python bench/peers.py --work rollout --peers torch
     python bench/peers.py --work update,step --python tunix=~/venv-tunix/bin/python
 
-Every side is a process of its own, with its own interpreter where one is named. They take turns, one run of each a
+Every side is a process of its own, with its own interpreter if one is named. They take turns, one run of each a
 round, so that a noisy machine hurts all alike. Their first runs, in which they compile, are not counted. All runs of a
 work must report the same number of tokens. Sides whose packages are absent are left out, and that is said.
 
@@ -11,7 +11,7 @@ rollout      completions of equal length, no stop token
 long_tail    256 completions of geometric lengths, mean 32, at most 256: seconds and tokens are of what is useful
 longer_tail  the same with 2,048 completions, mean 64, at most 1,024
 update       for given rollouts old log-probabilities, then loss, gradient and one step of AdamW
-update_once  the same where this is the only update, so that old log-probabilities are the new ones
+update_once  the same if this is the only update, so that old log-probabilities are the new ones
 step         all of GRPO: rollout, rewards, advantages, one update
 """
 
@@ -46,7 +46,7 @@ from utils.settings.options import group, option
 
 WORKS = (*ROLLOUTS, "update", "update_once", "step")
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches
-VARIANTS = {  # of each side where there are several, or none
+VARIANTS = {  # variants of each side, if there are several, or none
     ("torch", "rollout"): GENERATE,
     ("torch", "long_tail"): GENERATE,
     ("torch", "longer_tail"): ("dynamic",),

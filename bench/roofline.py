@@ -65,7 +65,7 @@ NESTING = ("while", "call", "conditional")  # their time is that of the operatio
 LIBRARIES = {"gemm|nvjet|cutlass|xmma": WEIGHTS, "fmha|cudnn|attend|attention|pallas": ATTENTION, "memcpy": MOVES}
 MOST_NAMED = 15  # operations of a profile
 NUM_TRACED = 4  # segments
-Operation = tuple[str, str]  # its program, empty where the profiler does not say it, and its name
+Operation = tuple[str, str]  # its program, empty if the profiler does not name it, and its name
 
 
 @dataclass(frozen=True)

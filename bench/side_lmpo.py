@@ -92,7 +92,7 @@ def make_turns_worker(
 
 
 def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params, gate: Gate) -> None:
-    """Plays episodes again and again, and learns from them where the work is a step; the process ends at the gate."""
+    """Plays episodes again and again, and learns from them if the work is a step; the process ends at the gate."""
     tasks = np.arange(len(work["prompts"]))
     group_size = work["group_size"]
     is_step = work["name"] == "turns_step"
@@ -119,7 +119,7 @@ def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params,
 
 
 def check_turns(episodes: Episodes, work: Work) -> int:
-    """Returns the number of drawn tokens. Raises: AssertionError where an episode is not as long as all are to be."""
+    """Returns the number of sampled tokens. Raises: AssertionError if an episode has another length than planned."""
     completions = episodes.completions
     lengths = completions.lengths - completions.prompt_lengths
     assert (lengths == work["limit"]).all() and not episodes.failed.any(), lengths

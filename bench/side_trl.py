@@ -98,7 +98,7 @@ def make_trainer(work: dict, folder: str, callback: TrainerCallback, has_turns: 
     )  # fmt: skip
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     trainer.generation_config.eos_token_id = model.generation_config.eos_token_id = None
-    trainer.eos_token_ids = [-1]  # no completion ends before the limit, or is cut where such a token was drawn
+    trainer.eos_token_ids = [-1]  # no completion ends before the limit, or is truncated at such a token
 
     def tokenize(texts):
         numbers = [text[-1]["content"] for text in texts] if has_turns else texts

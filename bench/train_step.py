@@ -104,7 +104,7 @@ def make_batch(
     group_size: int,
     rewards: Float[np.ndarray, "B"] | None = None,
 ) -> Batch:
-    """Returns rollouts of equal length; rewards rise within each group where none are given."""
+    """Returns rollouts of equal length; rewards rise within each group if none are given."""
     tokens = np.array(rows, np.int32)
     num_rows, length = tokens.shape
     is_completion = np.arange(length) >= num_prompt_tokens

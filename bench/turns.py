@@ -48,7 +48,7 @@ class Command:
     turns: str = option("1,2,4,8,16", "Numbers of turns of rollouts, with commas between")
     step_turns: str = option("4", "Numbers of turns of whole steps, with commas between; empty: none")
     peers: str = option("trl", "Sides besides our own; empty: none")
-    python: str = option("", "Interpreter of TRL where it is installed elsewhere, as trl=PATH")
+    python: str = option("", "Interpreter of TRL, if TRL is installed elsewhere, as trl=PATH")
     folder: str = option("", "Folder that random models are kept in; empty: a temporary one")
     warmup: int = option(1, "Runs of each side that are not counted")
     bench: BenchConfig = group(BenchConfig)
