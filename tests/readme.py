@@ -1,4 +1,4 @@
-"""Runs the commands of README.md and docs/, each page in a copy of what git would clone: `make readme`.
+"""Runs the commands of README.md, docs/ and recipes/, each page in a copy of what git would clone: `make readme`.
 
     python tests/readme.py [PAGE...]    # README.md, docs/runs.md, ...; none: all, README.md first
 
@@ -235,5 +235,6 @@ def main(pages: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-python"]:
         sys.exit(as_python(sys.argv[2:]))
-    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")]
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in files)
     sys.exit(main(sys.argv[1:] or ["README.md", *docs]))

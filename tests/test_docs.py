@@ -23,7 +23,8 @@ if __name__ == "__main__":  # this repository, wherever the command is given
 from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
 
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS]
+RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/README.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
 LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -165,7 +166,7 @@ def test_the_index_links_every_page_once_and_each_page_names_the_next():
     links = re.findall(r"^\| \[.*?\]\((.*?)\)", read("docs/README.md"), re.MULTILINE)
     assert sorted(f"docs/{link}" for link in links) == [page for page in DOCS if page != "docs/README.md"]
     assert sum("/" not in link for link in links) <= 12
-    assert all(read(page).splitlines()[-1].startswith("Next: ") for page in DOCS)
+    assert all(read(page).splitlines()[-1].startswith("Next: ") for page in [*DOCS, *RECIPES])
     assert "docs/README.md" in re.findall(r"\]\(([^)]*)\)", read("README.md"))
 
 

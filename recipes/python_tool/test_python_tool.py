@@ -548,7 +548,7 @@ def test_numbers_are_those_of_the_kernel(column):
     table = {name: pair[column] for name, pair in sandbox.ALLOWED.items()}
     assert table == {name: int(numbers.get(name, -1)) for name in table}
     assert len(set(table.values()) - {-1}) == len([number for number in table.values() if number >= 0])
-    assert f"{len(table)} system calls" in (ROOT / "docs" / "multi_turn.md").read_text()
+    assert f"{len(table)} system calls" in (ROOT / "recipes/python_tool/README.md").read_text()
 
 
 def test_system_calls_are_refused_by_number():
