@@ -21,6 +21,7 @@ from core.records import Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem, Text
 from envs.prompts import find_tasks
+from envs.scoring.helper import Rewards
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_truncation_penalty
 from envs.scoring.trial import try_rewards
@@ -37,7 +38,6 @@ from utils.settings.errors import UserError
 from utils.settings.groups import EvalConfig
 from utils.threefry import make_key
 
-Rewards = dict[str, float]  # of a reply, "return" and its parts
 Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
 
 

@@ -420,7 +420,7 @@ def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts:
 
 # Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
 SampledTokens = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
-Step = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
+DecodeStep = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -444,7 +444,7 @@ def decode_segment(
     are written in place of drawn ones, with 0 for their log-probability.
     """
 
-    def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> Step:
+    def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> DecodeStep:
         return decoder.decode(model, weights, prompt_cache, cache, last[:, None], start + i, starts)
 
     numbers = jnp.broadcast_to(start, len(keys))
@@ -457,7 +457,7 @@ def draw_tokens(
     model: Decoder,
     distribution: Distribution,
     num_steps: int,
-    forward: Callable[..., Step],
+    forward: Callable[..., DecodeStep],
     cache: PyTree,
     last: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],

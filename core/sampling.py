@@ -59,7 +59,7 @@ from utils.threefry import make_key
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 NUM_EXAMPLES = 6  # held-out problems on the page
-Style = tuple[bool | None, str]  # style of prompts: thinking (None: the template's default), and prefix of the reply
+PromptStyle = tuple[bool | None, str]  # thinking (None: the default of the template), and prefix of the reply
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def encode_row(row: JSONRow, tokenizer: Tokenizer, config: PromptConfig) -> list
     return tokenizer.chat(messages, *style, tools=getattr(messages, "tools", ()))
 
 
-def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]:
+def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[PromptStyle]:
     """Returns the prompt style of each model: of its training here, or of the first other model with such training."""
     known = [tokenizer.training_prompts for tokenizer in tokenizers]
     trained = next((style for style in known if style != (None, "")), (None, ""))
@@ -241,7 +241,7 @@ class ChatModel:
     has_one_turn = False
     examples = Examples()
 
-    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, style: Style):
+    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, style: PromptStyle):
         self.name, self.sampler, self.key, self.style = name, sampler, key, style
         self.weights = sampler.load_weights(params)
         self.numbers = count()

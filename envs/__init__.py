@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
+from utils.settings.arguments import Value
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, most_similar
 
-Value = int | float | bool | str
 Options = dict[str, Value]
 
 REWARDS = ("reward", "reward_weights")  # options of every environment of one turn
@@ -77,10 +77,10 @@ def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = ""
             f"--reward {reward} grades single replies, and an episode of {name} has its own rewards, turn by turn: "
             "give --reward with an environment of one turn, or with dataset and --episode"
         )
-    from envs.own.functions import Rewarded, Rewards
+    from envs.own.functions import Rewarded, RewardFunctions
     from envs.own_code import code_files
 
-    return Rewarded(env, Rewards(reward, reward_weights), code_files(reward))
+    return Rewarded(env, RewardFunctions(reward, reward_weights), code_files(reward))
 
 
 def find_class(name: str) -> tuple[type[Env], Options]:

@@ -9,7 +9,6 @@ from envs import (
     ENVS,
     REWARDS,
     Options,
-    Value,
     make_env,
     option_names,
     own_options,
@@ -18,6 +17,7 @@ from envs import (
     test_name,
 )
 from envs.base import ANSWER_STARTS, Env, ForcedAnswer, shown_form
+from utils.settings.arguments import Value
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
@@ -225,14 +225,16 @@ def system_prompt(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n".join(message["content"] for message in messages if message["role"] == "system")
 
 
-class Limits(Protocol):
+class SamplerLimits(Protocol):
     """Settings of the sampler that are read here; negative ones are left to the environment."""
 
     num_generation_tokens: int
     force_answer_at: int
 
 
-def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, limits: Limits) -> dict[str, RolloutSettings]:
+def resolve_environments(
+    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits
+) -> dict[str, RolloutSettings]:
     """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
 
     Raises: UserError for what an environment does not take.

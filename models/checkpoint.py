@@ -61,8 +61,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
 ROWS_AT_ONCE = 1 << 12  # rows of a vocabulary
-Index = tuple[slice, ...]
-Read = Callable[[np.dtype, str, Index], np.ndarray]
+Slices = tuple[slice, ...]
+Read = Callable[[np.dtype, str, Slices], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
 
 
@@ -383,7 +383,7 @@ def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> A
         read_stored, order = read, decode_axes(name)
         stored_shape = tuple(spec.shape[order.index(i)] for i in range(len(order)))
 
-        def read(name: str, index: Index) -> np.ndarray:
+        def read(name: str, index: Slices) -> np.ndarray:
             stored_index = tuple(index[order.index(i)] for i in range(len(order)))
             return read_parameter(read_stored, stored_shape, dtype, name, stored_index).transpose(order)
 
@@ -391,7 +391,7 @@ def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> A
     return jax.make_array_from_callback(spec.shape, sharding, partial(read, name))
 
 
-def load_array(spec: Spec, layout: Layout | None, read: Callable[[Index], np.ndarray]) -> jax.Array:
+def load_array(spec: Spec, layout: Layout | None, read: Callable[[Slices], np.ndarray]) -> jax.Array:
     """Returns an array, laid out or on the first device, of the slices that `read` returns."""
     if layout:
         sharding = layout.sharding(*spec)
@@ -401,7 +401,7 @@ def load_array(spec: Spec, layout: Layout | None, read: Callable[[Index], np.nda
 
 
 def read_parameter(
-    read: Callable[[str, Index], np.ndarray], shape: Shape, dtype: np.dtype, name: str, index: Index
+    read: Callable[[str, Slices], np.ndarray], shape: Shape, dtype: np.dtype, name: str, index: Slices
 ) -> np.ndarray:
     """Reads a slice of a layer's parameter: of one tensor, or of those of its experts."""
     if EXPERT not in name:
@@ -410,7 +410,7 @@ def read_parameter(
 
 
 def read_stacked(
-    read: Callable[[str, Index], np.ndarray], shape: Shape, names: list[str], dtype: np.dtype, index: Index
+    read: Callable[[str, Slices], np.ndarray], shape: Shape, names: list[str], dtype: np.dtype, index: Slices
 ) -> np.ndarray:
     """Reads a slice of the array that has the tensors of these names as its rows."""
     sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
@@ -420,7 +420,7 @@ def read_stacked(
     return stacked
 
 
-def read_tensor(folder: Path, readers: Readers, dtype: np.dtype, name: str, index: Index) -> np.ndarray:
+def read_tensor(folder: Path, readers: Readers, dtype: np.dtype, name: str, index: Slices) -> np.ndarray:
     """Reads a slice of a tensor. Raises UserError if it holds NaN or infinity."""
     with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
         array = readers[name][index].astype(dtype, copy=False)

@@ -233,7 +233,7 @@ def in_lanes(x: Shaped[np.ndarray, "R ..."], lanes: Int[np.ndarray, "R"], num_la
     return filled
 
 
-class Job(NamedTuple):
+class PrefillJob(NamedTuple):
     """Tokens whose cache is to be computed, of a row, or of the prompt that it shares."""
 
     row: int
@@ -243,7 +243,7 @@ class Job(NamedTuple):
     tokens: Sequence[int]
     routes: Int16[np.ndarray, "n L k"] | None  # experts by which they were computed; 0 if unknown
 
-    def cut(self, num_tokens: int) -> "tuple[Job, Job]":
+    def cut(self, num_tokens: int) -> "tuple[PrefillJob, PrefillJob]":
         """Returns the first tokens, and the others."""
         before, behind = slice(num_tokens), slice(num_tokens, None)
         routes = (None, None) if self.routes is None else (self.routes[before], self.routes[behind])
@@ -374,7 +374,7 @@ class PagedChain:
         self.compute(jobs + [self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
         self.num_cached[rows] = num_known[rows]
 
-    def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> Job:
+    def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> PrefillJob:
         """Returns the computation of some columns of a row."""
         prompt = self.drawn.prompts[self.drawn.owner[row]]
         first = len(prompt)
@@ -385,9 +385,9 @@ class PagedChain:
             routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
         table = self.table.table[slot].copy()
         table[-(-stop // self.sizes.page) :] = NOWHERE  # padding is written nowhere
-        return Job(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
+        return PrefillJob(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
 
-    def compute(self, jobs: list[Job]) -> None:
+    def compute(self, jobs: list[PrefillJob]) -> None:
         """Computes the cache of tokens, those of several rows at once, in few shapes; shared prompts first."""
         num_shards = len(self.table.shards)
         while jobs:
@@ -409,7 +409,7 @@ class PagedChain:
             self.compute_chunk(now, num_rows, num_tokens)
             jobs = later
 
-    def compute_chunk(self, jobs: list[Job], num_rows: int, num_tokens: int) -> None:
+    def compute_chunk(self, jobs: list[PrefillJob], num_rows: int, num_tokens: int) -> None:
         """Computes the cache of jobs of at most so many tokens, at most so many rows."""
         rows, slots, table, columns, tokens, routes = map(list, zip(*jobs, strict=True))
         rows, counts = np.array(rows), np.array(list(map(len, tokens)))

@@ -86,7 +86,7 @@ SELECTION_SCORE = "test_env/return"  # score by which --save_best chooses
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # make the tokens of prompts
 
 
-class Worker(AbstractContextManager, Protocol):
+class EnvironmentWorker(AbstractContextManager, Protocol):
     """Plays an environment, and ends with the run: RolloutWorker of core/rollout.py."""
 
     name: str
@@ -208,7 +208,7 @@ class Run:
         if problem := self.layout.broadcast(problem):
             raise UserError(f"{problem}: free space, or name a --save_dir on another disk")
 
-    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[Worker]) -> Self:
+    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[EnvironmentWorker]) -> Self:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it.
 
         Raises: UserError if the run is resumed, and its prompts are now other tokens.

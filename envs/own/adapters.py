@@ -18,12 +18,12 @@ from functools import partial
 from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Problem, Reply, Step, limited
+from envs.data.messages import Message
 from envs.data.rows import JSON, RawRow
 from envs.own.gyms import call
 from envs.own_code import as_number, wrong_return
-from envs.tools.episode import CallError, LastGrade, Tool, ToolEpisode, ToolSettings, completed, parse_call
+from envs.tools.episode import CallError, LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed, parse_call
 
-Messages = list[dict[str, JSON]]
 STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"
 
 
@@ -39,7 +39,7 @@ class Played(NamedTuple):
 
     text: str  # the last reply
     ids: Sequence[int] = ()  # tokens of all turns of the policy
-    messages: Messages = ()  # messages of an episode behind the prompt, as TRL writes them
+    messages: list[Message] = ()  # messages of an episode behind the prompt, as TRL writes them
     environment: Resettable | None = None
 
 
@@ -54,7 +54,7 @@ def has_steps(environment: Resettable) -> bool:
 # TRL
 
 
-def tool_methods(environment: Resettable) -> list[Tool]:
+def tool_methods(environment: Resettable) -> list[ToolFunction]:
     """Returns the tools of an object: its public methods except `reset` and `get_reward`.
 
     Source: trl/trainer/grpo_trainer.py of TRL 1.16.
@@ -140,7 +140,7 @@ class GymEpisode(Episode):
         return Step([], reward, done=True, info=scores)
 
 
-def reset(environment: Resettable, row: RawRow, seed: int) -> Messages:
+def reset(environment: Resettable, row: RawRow, seed: int) -> list[Message]:
     """Returns the first observation; `reset` gets the seed and those columns of the row that it takes.
 
     Raises: TypeError that names the method, if it returns none.
@@ -155,7 +155,7 @@ def reset(environment: Resettable, row: RawRow, seed: int) -> Messages:
         raise wrong_return(environment.reset, first, "an observation, or (observation, info)") from error
 
 
-def as_messages(observation: object) -> Messages:
+def as_messages(observation: object) -> list[Message]:
     """Returns chat messages as they are, and anything else as the text of one message."""
     if isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation):
         return [{"role": message["role"], "content": message["content"]} for message in observation]
@@ -171,7 +171,7 @@ class ObjectEpisode(Episode):
     def __init__(self, adapter: "Adapter", environment: Resettable, problem: Problem, seed: int, grade: Grade):
         self.adapter, self.environment = adapter, environment
         self.seeds = problem.seed, seed
-        self.turns: Messages = []
+        self.turns: list[Message] = []
         self.ids: list[int] = []  # token ids of the policy's turns
         self.is_over = False
         seed_generators(problem.seed)
@@ -250,7 +250,7 @@ class Traits(NamedTuple):
     """Properties of the objects of a class."""
 
     has_steps: bool
-    tools: Sequence[Tool]
+    tools: Sequence[ToolFunction]
     pays: bool
 
 
@@ -290,7 +290,7 @@ class Adapter:
             close(self.idle.pop())
 
 
-def extended(messages: Messages, observed: Messages, separator: str) -> Messages:
+def extended(messages: list[Message], observed: list[Message], separator: str) -> list[Message]:
     """Returns messages with others appended; the first of these is joined to the last one if both are a user's."""
     if not observed:
         return messages

@@ -34,7 +34,7 @@ from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
 from envs.own.adapters import Adapter, Played
-from envs.own.functions import KeyColumns, Rewards
+from envs.own.functions import KeyColumns, RewardFunctions
 from envs.own.gyms import as_gym
 from envs.own_code import code_files, load_object, read_names, with_passed_variables
 from envs.tools.episode import ToolSettings
@@ -82,7 +82,7 @@ class Dataset(Env):
         self.columns = Columns(prompt, answer, messages)
         self.answer_column = answer or "answer"
         self.tokens_per_action = tokens_per_action
-        self.rewards = Rewards(reward, reward_weights) if reward else None
+        self.rewards = RewardFunctions(reward, reward_weights) if reward else None
         self.has_reward = bool(reward)
         self.code = code_files(reward) + code_files(episode)
         self.adapter = None

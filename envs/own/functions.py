@@ -239,7 +239,7 @@ def is_required(parameter: inspect.Parameter) -> bool:
     return is_one and parameter.default is parameter.empty
 
 
-class Rewards:
+class RewardFunctions:
     """The functions of --reward, and their weights.
 
     Raises: UserError if a file or a name is not there, and if their numbers differ.
@@ -314,7 +314,7 @@ class Rewarded(Env):
     Its own grader still counts correct answers, unless a reward has a part correct_answer, and its parts are logged.
     """
 
-    def __init__(self, env: Env, rewards: Rewards, code: tuple[Path, ...]):
+    def __init__(self, env: Env, rewards: RewardFunctions, code: tuple[Path, ...]):
         for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "reward_row"):
             setattr(self, name, getattr(env, name))
         self.env, self.rewards, self.code = env, rewards, (*env.code, *code)
@@ -395,7 +395,7 @@ def report(writer: str, rewards: str, episode: str) -> None:
     """Writes an error, or none and the signatures of rewards: what `try_import` reads."""
     limit_memory(MAX_MEMORY)
     try:
-        signatures = Rewards(rewards).signatures if rewards else []
+        signatures = RewardFunctions(rewards).signatures if rewards else []
         for named in read_names(episode, "--episode", "class") if episode else ():
             made = load_object(named, "--episode", "class")
             with contextlib.suppress(Exception):  # which the run meets, too

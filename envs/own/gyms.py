@@ -15,7 +15,7 @@ from envs.data.rows import JSON
 from envs.tools.episode import completed
 from utils.settings.errors import describe_error
 
-Answer = tuple[object, float | None, bool, Mapping]  # observation, reward, end of the episode, facts
+Transition = tuple[object, float | None, bool, Mapping]  # observation, reward, end of the episode, facts
 NUMBER = re.compile(r"\d{1,9}")
 NOT_SHOWN = ("done", "reward", "metadata")  # fields of OpenEnv's observations
 
@@ -33,7 +33,7 @@ class TextArena:
         self.environment.reset(num_players=1, seed=seed)
         return self.observation()
 
-    def step(self, action: str) -> Answer:
+    def step(self, action: str) -> Transition:
         is_done, info = self.environment.step(action)
         if not is_done:
             return self.observation(), 0.0, False, info
@@ -95,7 +95,7 @@ class Typed:
     def reset(self, **arguments: JSON) -> str:
         return shown_fields(call(self.environment.reset, arguments))
 
-    def step(self, action: str) -> Answer:
+    def step(self, action: str) -> Transition:
         try:
             made = self.action(action)
         except ValueError as error:
@@ -196,7 +196,7 @@ def shown_fields(answer: object) -> str:
     return json.dumps(fields, default=str, ensure_ascii=False) if fields else ""
 
 
-def refusal(reason: str) -> Answer:
+def refusal(reason: str) -> Transition:
     """Returns the response to a reply that stands for no action, in the words of a failed call."""
     return str({"error": reason}), 0.0, False, {}
 

@@ -180,7 +180,7 @@ def serve(fd: int) -> None:
     """
     run = Connection(fd)
     adopt_orphans()
-    pool = Pool(run, run.recv())
+    pool = WorkerPool(run, run.recv())
     try:
         try:
             pool.work()
@@ -249,7 +249,7 @@ class Worker:
 
 
 @dataclass
-class Pool:
+class WorkerPool:
     """Workers, and the request that they are at."""
 
     run: Connection

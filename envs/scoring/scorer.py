@@ -50,7 +50,7 @@ MAX_LOST = 16  # helpers in a row that are lost without an outcome
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
 Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
-Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, None for a failure; counts of failures
+GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, None: a failure; failures by kind
 
 
 class Scorer:
@@ -89,7 +89,7 @@ class Scorer:
         self.is_closed = False
         self.start()
 
-    def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> Scores:
+    def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
         """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
 
         A reply that exceeded its time limit, killed its worker or made the reward raise has None instead of rewards.
@@ -118,7 +118,7 @@ class Scorer:
         pairs = [pair for pair in zip(first, again, strict=True) if not any(isinstance(x, Failure) for x in pair)]
         return all(a.messages == b.messages for a, b in pairs)
 
-    def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> Scores:
+    def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> GradedReplies:
         """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
         failures = []
         counts = {"reward_timeouts": 0, "reward_errors": 0}

@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float, Int
 from utils.settings.errors import UserError
 from utils.settings.options import option
 
-Lengths = Int[np.ndarray, "B"]  # of completions, tokens
-Rewards = Float[np.ndarray, "B"]
-Scores = dict[str, Rewards]  # by name; "return" is what training maximizes
+CompletionLengths = Int[np.ndarray, "B"]  # tokens
+RewardArray = Float[np.ndarray, "B"]
+RewardArrays = dict[str, RewardArray]  # by name; "return" is what training maximizes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RewardConfig:
             )
 
 
-def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> Scores:
+def add_truncation_penalty(scores: RewardArrays, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> RewardArrays:
     """Returns the scores with "truncation", added to the return: minus `penalty` for truncated replies that earn.
 
     The environment sets the penalty (`Env.truncation_penalty`; 0: none). It cannot subtract the penalty itself, since
@@ -49,7 +49,9 @@ def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], 
     return scores | {"truncation": truncation, "return": scores["return"] + truncation}
 
 
-def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: RewardConfig) -> Scores:
+def add_length_reward(
+    scores: RewardArrays, lengths: CompletionLengths, limit: int, config: RewardConfig
+) -> RewardArrays:
     """Returns the scores with "length_reward", added to the return; unchanged if --length_reward is off.
 
     `lengths` and `limit`: tokens of each completion, and the most there may be.
@@ -65,7 +67,7 @@ def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: Rewa
     return scores | {"length_reward": reward, "return": scores["return"] + reward}
 
 
-def overlong_penalty(lengths: Lengths, limit: int, buffer: int) -> Rewards:
+def overlong_penalty(lengths: CompletionLengths, limit: int, buffer: int) -> RewardArray:
     """Returns 0 up to `limit - buffer` tokens, then linearly down to -1 at the limit.
 
     Source: arXiv 2503.14476, eq. 13.
@@ -73,7 +75,7 @@ def overlong_penalty(lengths: Lengths, limit: int, buffer: int) -> Rewards:
     return np.clip((limit - buffer - lengths) / buffer, -1, 0)
 
 
-def cosine_reward(correct: Rewards, lengths: Lengths, limit: int) -> Rewards:
+def cosine_reward(correct: RewardArray, lengths: CompletionLengths, limit: int) -> RewardArray:
     """Returns 1 (short) to 0.5 (at the limit) for correct replies, -1 (short) to -0.5 for wrong ones, by a cosine.
 
     Source: arXiv 2502.03373, eq. 1, with the end points of huggingface/open-r1.

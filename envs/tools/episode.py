@@ -16,7 +16,7 @@ from typing import NamedTuple
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data.rows import JSON
 
-Tool = Callable[..., object]
+ToolFunction = Callable[..., object]
 LastGrade = Callable[[str], Mapping[str, float]]  # grades the last reply: "return", "correct_answer" and more to log
 ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "input")  # keys of a call; Llama 3 writes "parameters"
 LABELS = ("type", "id")  # keys that do not change what is run
@@ -44,7 +44,7 @@ class ToolEpisode(Episode):
     That reply, or the last one before a limit, is graded. Tools may be coroutine functions.
     """
 
-    def __init__(self, tools: Sequence[Tool], settings: ToolSettings, grade: LastGrade):
+    def __init__(self, tools: Sequence[ToolFunction], settings: ToolSettings, grade: LastGrade):
         self.tools = {tool.__name__: tool for tool in tools}
         self.settings = settings
         self.grade = grade
@@ -158,7 +158,7 @@ def finite_number(text: str) -> float:
     return number
 
 
-def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
+def bind(tool: ToolFunction, values: Mapping[str, JSON]) -> inspect.BoundArguments:
     """Returns the arguments of a tool. Raises: CallError for arguments that the tool does not take."""
     try:
         return inspect.signature(tool).bind(**values)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-Group = TypeVar("Group")
+T = TypeVar("T")
 Default = TypeVar("Default", bool, int, float, str)
 
 
@@ -24,6 +24,6 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def group(cls: type[Group]) -> Group:
+def group(cls: type[T]) -> T:
     """Returns a dataclass field that holds a group of options; their names are unique over all groups."""
     return dataclasses.field(default_factory=cls, metadata={"group": cls})
