@@ -375,7 +375,7 @@ def test_a_reward_that_ends_or_stops_the_helper_costs_one_score(text):
 
 def test_a_helper_that_is_always_lost_ends_the_run(monkeypatch):
     monkeypatch.setattr(scoring, "MAX_LOST", 2)
-    with Scorer(HOSTILE, num_workers=1) as scorer, pytest.raises(UserError, match="failed 2 times in a row: the h"):
+    with Scorer(HOSTILE, num_workers=1) as scorer, pytest.raises(UserError, match="failed 2 times in a row .the h"):
         scorer.score_replies(range(20), ["kill helper"] * 20)
 
 
