@@ -532,7 +532,7 @@ DAMAGES = {
     "other head": (
         "qwen3-tied",
         edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})),
-        "lm_head.weight is not model.embed_tokens",
+        "lm_head.weight differs from model.embed_tokens",
     ),
     "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
     "empty window": ("olmo3-rest", edit_config(sliding_window=0), "sliding_window is 0"),
