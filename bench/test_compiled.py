@@ -196,7 +196,8 @@ def test_decoding_writes_the_cache_in_place_on_an_h200():
 @needs_h200
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_eight_h200s_gather_nothing_for_a_token(sizes):
-    model, layout = FEW, compiled.imagine("h200", **sizes)
+    model = FEW
+    layout = compiled.imagine("h200", **sizes)
     program = compiled.decode_segment(model, layout, B, S)
     assert_in_place(program, model, layout)
     sent = hlo.collectives(program.hlo)

@@ -16,6 +16,7 @@ from scipy import stats
 
 from core import grpo
 from core.config import Config
+from core.records import Completions
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from extras import population
@@ -23,7 +24,7 @@ from extras.members import MemberSampler, SharedSampler
 from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members
-from models.names import LORA_B
+from models.names import LORA_B, Params
 from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
 from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments
@@ -70,44 +71,59 @@ def test_joined_adapters_equal_those_of_each_member(name: str):
     assert np.abs(alone[0] - alone[1]).max() > 1e-2, "adapters that do something"
 
 
+CALLS = {  # of each member: numbers of prompts and of samples
+    "a": [(3, 2), (1, 2)],
+    "b": [(4, 2), (2, 4), (3, 2)],
+    "c": [(1, 2)],
+}
+
+
+class Ends:
+    """Notes the rows that end in a call of a sampler."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_segment(self, first_row: int, tokens: np.ndarray, num_drawn: int, lengths: np.ndarray) -> None:
+        new = first_row + np.flatnonzero(lengths <= num_drawn)
+        self.rows += [row for row in new.tolist() if row not in self.rows]
+
+
+def draw_calls(sampler: Sampler, ends: Ends, name: str, weights: Params) -> list[Completions]:
+    """Returns the completions of all calls of a member; each row ends once."""
+    number = sorted(CALLS).index(name)
+    found = []
+    for count, samples in CALLS[name]:
+        ends.rows.clear()
+        prompts = [[5 + number, 6, 9 + i] for i in range(count)]
+        key = jax.random.key(number)
+        found.append(sampler.generate(weights, prompts, np.arange(count), samples, key))
+        assert sorted(ends.rows) == list(range(count * samples))
+    return found
+
+
 @pytest.mark.slow
 def test_requests_of_all_kinds_are_drawn_as_alone():
     """Different numbers of prompts and samples, several calls of `rows_per_call`, a member that leaves early."""
     model, weights = load_members()
-    names = ["a", "b", "c"]
+    names = sorted(CALLS)
     shared = SharedSampler(names, rows_per_call=8)
     sampler = Sampler(model, 40, (7,), segment=8)
     settings = {name: getattr(sampler, name) for name in Sampler.__dataclass_fields__}
-    calls = {"a": [(3, 2), (1, 2)], "b": [(4, 2), (2, 4), (3, 2)], "c": [(1, 2)]}
-    ended = {name: [] for name in names}
 
-    def on_segment(name: str, first_row: int, tokens: np.ndarray, num_drawn: int, lengths: np.ndarray) -> None:
-        new = first_row + np.flatnonzero(lengths <= num_drawn)
-        ended[name] += [row for row in new.tolist() if row not in ended[name]]
-
-    def draw(sampler: Sampler, name: str) -> list:
-        number = names.index(name)
-        found = []
-        for count, samples in calls[name]:
-            ended[name].clear()
-            prompts = [[5 + number, 6, 9 + i] for i in range(count)]
-            key = jax.random.key(number)
-            found.append(sampler.generate(weights[number], prompts, np.arange(count), samples, key))
-            assert sorted(ended[name]) == list(range(count * samples))
-        return found
-
-    def take_part(name: str) -> list:
-        own = {"member": name, "signals": Signals(), "shared": shared}
-        listener = {"on_segment": lambda *arguments: on_segment(name, *arguments)}
+    def take_part(name: str) -> list[Completions]:
+        ends = Ends()
+        own = {"member": name, "signals": Signals(), "shared": shared, "on_segment": ends.on_segment}
         try:
-            return draw(MemberSampler(**settings | own | listener), name)
+            return draw_calls(MemberSampler(**settings | own), ends, name, weights[names.index(name)])
         finally:
             shared.leave(name)
 
     with ThreadPoolExecutor(3) as pool:
         together = dict(zip(names, pool.map(take_part, names), strict=True))
-    for name in names:
-        alone = draw(replace(sampler, on_segment=lambda *arguments, name=name: on_segment(name, *arguments)), name)
+    for name, own in zip(names, weights, strict=True):
+        ends = Ends()
+        alone = draw_calls(replace(sampler, on_segment=ends.on_segment), ends, name, own)
         for found, expected in zip(together[name], alone, strict=True):
             for array in ("tokens", "mask", "lengths", "prompt_lengths", "finished"):
                 np.testing.assert_array_equal(getattr(found, array), getattr(expected, array))
@@ -151,6 +167,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
 
     Also after a login at wandb, which logs one run of a process, so that a population leaves it off.
     """
+    # A login, which alone turns wandb on.
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.delenv("WANDB_MODE")
     arguments = [*ALL, "--save_rollouts=all", "--adam_eps=1e-5", "--lr_schedule=constant"]
@@ -202,6 +219,7 @@ def test_members_of_one_step_equal_runs_alone(tmp_path):
 def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
     """What fits of the environment may not of a held-out one with a larger limit, nor of another member."""
     room = lambda worker, *_: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
+    # Workers for which memory leaves other numbers of rows.
     monkeypatch.setattr(RolloutWorker, "with_room", room)
     options = [*ALL, "--inference_batch_per_device=0", "--test_env_options=num_generation_tokens=200"]
     shared = SharedSampler(["a"])
@@ -214,7 +232,7 @@ def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
     assert {shared.rows_per_call, *(worker.rows_per_call for worker in workers)} == {least}
 
 
-def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
+def test_conversations_do_not_depend_on_the_rows_of_a_call():
     def draw(rows_per_call: int) -> tuple[dict, set[int]]:
         script = Script()
         own = {
@@ -261,6 +279,7 @@ def test_a_failure_of_one_member_ends_all(tmp_path, monkeypatch, capfd):
             raise OSError("the disk is full")
         return train(batch, config)
 
+    # A member fails in its step.
     monkeypatch.setattr(grpo, "compute_advantages", fail)
     with pytest.raises(SystemExit) as end:
         population.main([*ALL, "--max_steps=9", "--population=seed=0,1,2", f"--save_dir={tmp_path}"])
@@ -281,6 +300,7 @@ def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return log(run, progress, *arguments)
 
+    # The signal comes at the end of a known step.
     monkeypatch.setattr(population.MemberRun, "end_step", end_step)
     with pytest.raises(SystemExit) as end:
         population.main([*ALL, "--max_steps=9", "--population=seed=0,1", f"--save_dir={tmp_path}"])

@@ -20,7 +20,8 @@ IDS = (11, 4, 290, 5)
 G = 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
 STOPS = tuple(range(15, MODEL.vocab_size, 20))
-OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
+OPERATIONS = depth(MODEL, WIDTH)
+LOGIT = 12.0
 
 
 def answer(turns: list[list[int]], num_left: int) -> Observation:

@@ -42,16 +42,32 @@ RAW = {
 }
 VALUES = (None, True, -1, 0.5, 10**400, "x", "", [], {}, [[1]], {"a": [None]}, *RAW)
 TEMPLATES = (
-    "{% endif %}", "{{ x.y.z }}", "{{ messages[9].content }}", "{{ raise_exception('no') }}", "{% for %}",
-    "{{ 1 / 0 }}", "{{ messages | tojson | int }}", "{{ ''.__class__.__mro__ }}", "{% include '/etc/hosts' %}",
+    "{% endif %}",
+    "{{ x.y.z }}",
+    "{{ messages[9].content }}",
+    "{{ raise_exception('no') }}",
+    "{% for %}",
+    "{{ 1 / 0 }}",
+    "{{ messages | tojson | int }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% include '/etc/hosts' %}",
     "{{ 'a' * 10**10 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 10 ** 10 ** 8 }}",
-)  # fmt: skip
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 10 ** 10 ** 8 }}",
+)
 ARRAYS = (
-    lambda x: x.astype(str), lambda x: x.astype(complex), lambda x: x.astype(object), lambda x: x[None],
-    lambda x: x[:0], lambda x: x[:-1], lambda x: np.full(x.shape, np.nan), lambda x: np.full(x.shape, 2**62),
-    lambda x: np.full(x.shape, -7), lambda x: np.array(5), lambda x: np.full(x.shape, np.inf),
-)  # fmt: skip
+    lambda x: x.astype(str),
+    lambda x: x.astype(complex),
+    lambda x: x.astype(object),
+    lambda x: x[None],
+    lambda x: x[:0],
+    lambda x: x[:-1],
+    lambda x: np.full(x.shape, np.nan),
+    lambda x: np.full(x.shape, 2**62),
+    lambda x: np.full(x.shape, -7),
+    lambda x: np.array(5),
+    lambda x: np.full(x.shape, np.inf),
+)
 Damage = Callable[[np.random.Generator, bytes], bytes]
 
 
@@ -65,8 +81,18 @@ class Kind(NamedTuple):
 
 def make_files(folder: Path) -> None:
     """Writes one whole file of each kind: a run folder without its model, a tokenizer, adapters, rows."""
+    make_run(folder / "run")
+    shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
+    shutil.copytree(ADAPTERS, folder / "adapters")
+    rows = [make_row(i) for i in range(20)]
+    (folder / "rows.jsonl").write_bytes(dump_lines(rows))
+    (folder / "rows.json").write_bytes(dump(rows))
+    (folder / "rows.parquet").write_bytes(dump_parquet(rows))
+
+
+def make_run(run: Path) -> None:
+    """Writes a run folder without its model."""
     rng = np.random.default_rng(0)
-    run = folder / "run"
     (run / "rollouts").mkdir(parents=True)
     (run / "step2").mkdir()
     settings = to_dict(parse(Config, ["--config", "configs/demo.py", "--group_size", "4"]))
@@ -103,12 +129,6 @@ def make_files(folder: Path) -> None:
         "scores/correct_answer": np.round(returns),
     }
     np.savez_compressed(run / "rollouts" / "held_out_2.npz", **scores)
-    shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
-    shutil.copytree(ADAPTERS, folder / "adapters")
-    rows = [make_row(i) for i in range(20)]
-    (folder / "rows.jsonl").write_bytes(dump_lines(rows))
-    (folder / "rows.json").write_bytes(dump(rows))
-    (folder / "rows.parquet").write_bytes(dump_parquet(rows))
 
 
 def make_row(i: int) -> dict:

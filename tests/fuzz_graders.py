@@ -114,48 +114,56 @@ def formula(rng: random.Random, depth: int) -> str:
         return rng.choice((*numbers, "x", "y", "n", r"\pi", "e", "i", r"\infty"))
     a = formula(rng, depth - 1)
     b = formula(rng, rng.randrange(depth))
-    templates = (
+    return rng.choice((*arithmetic(a, b), *functions(a, b)))
+
+
+def arithmetic(a: str, b: str) -> tuple[str, ...]:
+    return (
+        f"{a}+{b}",
+        f"{a}-{b}",
+        f"({a})({b})",
+        f"({a})!",
         f"{a}^{{{b}}}",
         f"({a})^{{{b}}}",
+        f"{a}**{b}",
+        f"{a}={b}",
+        f"{a}<{b}",
+        f"({a},{b})",
+        f"[{a},{b}]",
+        rf"\{{{a},{b}\}}",
+        rf"{a} \pm {b}",
+        rf"{a} \mod {b}",
+        rf"{a} \cup {b}",
+        rf"|{a}|",
         rf"\frac{{{a}}}{{{b}}}",
         rf"\sqrt{{{a}}}",
         rf"\sqrt[3]{{{a}}}",
-        f"({a})!",
-        f"{a}+{b}",
-        f"({a})({b})",
-        f"{a}-{b}",
-        rf"\sin({a})",
-        rf"\log_{{{b}}}({a})",
-        rf"\binom{{{a}}}{{{b}}}",
-        rf"\sum_{{k=1}}^{{{b}}} {a}",
-        rf"\prod_{{k=1}}^{{{b}}} {a}",
-        rf"\int_0^{{{b}}} {a} dx",
-        rf"|{a}|",
-        rf"\lim_{{x \to {b}}} {a}",
-        f"{a}={b}",
-        f"{a}<{b}",
-        rf"\{{{a},{b}\}}",
-        f"({a},{b})",
-        rf"{a} \pm {b}",
-        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}",
-        rf"{a} \mod {b}",
-        rf"\lfloor {a} \rfloor",
-        f"[{a},{b}]",
-        rf"\gcd({a},{b})",
-        rf"{a} \cup {b}",
-        f"{a}**{b}",
-        rf"\log({a})",
-        rf"\tan {a}",
-        rf"\arctan({a})",
-        rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}",
-        rf"\frac{{d}}{{dx}} {a}",
-        rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
         rf"(\sqrt2+\sqrt3+{a})^{{{b}}}",
         rf"(x+{a})^{{{b}}}",
-        rf"\lceil {a} \rceil",
-        rf"\max({a},{b})",
+        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}",
     )
-    return rng.choice(templates)
+
+
+def functions(a: str, b: str) -> tuple[str, ...]:
+    return (
+        rf"\sin({a})",
+        rf"\tan {a}",
+        rf"\arctan({a})",
+        rf"\log({a})",
+        rf"\log_{{{b}}}({a})",
+        rf"\binom{{{a}}}{{{b}}}",
+        rf"\gcd({a},{b})",
+        rf"\max({a},{b})",
+        rf"\lfloor {a} \rfloor",
+        rf"\lceil {a} \rceil",
+        rf"\sum_{{k=1}}^{{{b}}} {a}",
+        rf"\prod_{{k=1}}^{{{b}}} {a}",
+        rf"\lim_{{x \to {b}}} {a}",
+        rf"\int_0^{{{b}}} {a} dx",
+        rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
+        rf"\frac{{d}}{{dx}} {a}",
+        rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}",
+    )
 
 
 def grade(text: str) -> None:
@@ -245,32 +253,36 @@ def main():
         "math500": {"data_dir": args.data_dir},
         "reasoning_gym": {"datasets": "leg_counting+countdown+simple_equations+decimal_arithmetic"},
     }
-    per_name = args.number // len(names)
     for name, options in names.items():
-        start = time.time()
-        done = 0
-        totals = {"reward_timeouts": 0, "reward_errors": 0}
-        slowest = 0.0
-        with Scorer(name, options, num_workers=2, timeout=args.timeout) as scorer:
-            memory = []
-            while done < per_name:
-                texts = hypothesis_texts(500, done) + list(completions(random.Random(done), 1500))
-                clock = time.time()
-                scores, counts = scorer.score_replies([k % 100 for k in range(len(texts))], texts)
-                slowest = max(slowest, time.time() - clock)
-                assert len(scores) == len(texts)
-                totals = {kind: totals[kind] + counts[kind] for kind in totals}
-                done += len(texts)
-                memory.append(tree_memory(scorer.process.pid, 0))
-                if done % 10_000 < 2000:  # a worker dies now and then
-                    victim = descendant_pids(scorer.process.pid)[-1]
-                    os.kill(victim, signal.SIGKILL)
-        print(
-            f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "
-            f"memory of the helper and its workers {memory[1] >> 20} -> {memory[-1] >> 20} MiB",
-            flush=True,
-        )
+        grade_replies(name, options, args.number // len(names), args.timeout)
     print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
+
+
+def grade_replies(name: str, options: dict[str, str], number: int, timeout: float) -> None:
+    """Sends so many replies through the scorer of an environment, and prints what became of them."""
+    start = time.time()
+    done = 0
+    totals = {"reward_timeouts": 0, "reward_errors": 0}
+    slowest = 0.0
+    with Scorer(name, options, num_workers=2, timeout=timeout) as scorer:
+        memory = []
+        while done < number:
+            texts = hypothesis_texts(500, done) + list(completions(random.Random(done), 1500))
+            clock = time.time()
+            scores, counts = scorer.score_replies([k % 100 for k in range(len(texts))], texts)
+            slowest = max(slowest, time.time() - clock)
+            assert len(scores) == len(texts)
+            totals = {kind: totals[kind] + counts[kind] for kind in totals}
+            done += len(texts)
+            memory.append(tree_memory(scorer.process.pid, 0))
+            if done % 10_000 < 2000:  # a worker dies now and then
+                victim = descendant_pids(scorer.process.pid)[-1]
+                os.kill(victim, signal.SIGKILL)
+    print(
+        f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "
+        f"memory of the helper and its workers {memory[1] >> 20} -> {memory[-1] >> 20} MiB",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.helper import PROGRESS
@@ -39,93 +41,71 @@ class Hostile(Env):
         return Counting(self, problem)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        if text == "sleep":
-            time.sleep(1000)
-        if text == "regex":  # holds the interpreter: no Python signal handler, no thread runs until it ends
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if text == "raise":
-            raise ZeroDivisionError("of the reward")
-        if text == "exit":
-            sys.exit(3)
-        if text == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if text == "exit 0":
-            os._exit(0)
-        if text == "kill group":
-            os.killpg(0, signal.SIGTERM)
-        if text == "kill group 9":
-            os.killpg(0, signal.SIGKILL)
-        if text == "kill parent":
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(1000)  # the kernel ends this process too, a moment later
-        if text == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if text in ("stop helper", "kill helper"):
-            keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
-            helper = int(keeper.rpartition(")")[2].split()[1])
-            os.kill(helper, signal.SIGSTOP if text == "stop helper" else signal.SIGKILL)
-            time.sleep(1000)
-        if text == "close files":
-            os.closerange(3, 1000)
-        if text == "daemon":
-            daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
-            return {"return": 1.0, "daemon": daemon.pid, "pid": os.getpid()}
-        if text == "fork":
-            os.fork()  # the child, too, returns from here
-        if text == "environment":
-            return {"return": 1.0, **{name: 1.0 for name in os.environ}}
-        if text == "shared memory":
-            fill(4 * MEMORY)
-        if text == "memory of children":
-            children = [os.fork() for _ in range(4)]
-            if 0 in children:
-                fill(MEMORY)
-            time.sleep(1000)
-        if text == "cancel":
-            raise asyncio.CancelledError  # no Exception, but a BaseException
-        if text == "mute":
-            raise Mute
-        if text == "memory":
-            return {"return": float(len(bytearray(2**40)))}
-        if text == "generator":
-            return {"return": (i for i in itertools.count())}
-        if text == "endless":
-            return {"return": sum(itertools.count())}
-        if text == "nan":
-            return {"return": float("nan")}
-        if text == "huge":
-            return {"return": 1e300}
-        if text == "half a pair":
-            return {"return": 1.0, "\ud800": 1.0}
-        if text == "name of the log":
-            return {"return": 1.0, "length": 2.0}
-        if text == "long name":
-            return {"return": 1.0, "x" * 10**6: 1.0}
-        if text.startswith("pickle "):
-            pretend(pickle.dumps(Payload(text.removeprefix("pickle "))) + b"\n")
-        if text == "no outcomes":
-            pretend(b"[[0], 1]\n")
-        if text == "too many outcomes":
-            pretend(b"[0, " + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n")
-        if text == "half a message":
-            write_to_sockets(b"[0, ")
-        if text == "half a message and hang":
-            pretend(b"[0, ")
-        if text == "messages without end":
-            for _ in range(200):
-                write_to_sockets(b"[0]\n")
-                time.sleep(0.01)
-            time.sleep(1000)
-        if text.startswith("place "):
-            lie_about_progress(*map(float, text.removeprefix("place ").split()))
+        name, _, rest = text.partition(" ")
+        if name in ("pickle", "place"):
+            WITH_ARGUMENTS[name](rest)
         if text == "print":
-            print("\x1b[31mone", end=" ", flush=True)
-            time.sleep(0.001)  # another worker prints
-            print(f"and\ttwo\r {problem.answer}\n\u202ethree \ud800", problem.answer, end="\n" + "x" * 5000 + "\n")
-            print("four", problem.answer, file=sys.stderr)
-        if text == "slow":
-            time.sleep(0.3)
-        return {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
+            speak(problem.answer)
+        found = WAYS[text]() if text in WAYS else None
+        scores = {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
+        return scores if found is None else found
+
+
+# Rewards that end their process, or do not end
+
+
+def raise_error() -> NoReturn:
+    raise ZeroDivisionError("of the reward")
+
+
+def kill_parent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)  # the kernel ends this process too, a moment later
+
+
+def signal_helper(number: int) -> None:
+    keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+    helper = int(keeper.rpartition(")")[2].split()[1])
+    os.kill(helper, number)
+    time.sleep(1000)
+
+
+def start_daemon() -> dict[str, float]:
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
+    return {"return": 1.0, "daemon": daemon.pid, "pid": os.getpid()}
+
+
+def fork() -> None:
+    os.fork()  # the child, too, returns from here
+
+
+def fill_memory_of_children() -> None:
+    children = [os.fork() for _ in range(4)]
+    if 0 in children:
+        fill(MEMORY)
+    time.sleep(1000)
+
+
+def cancel() -> NoReturn:
+    raise asyncio.CancelledError  # no Exception, but a BaseException
+
+
+def mute() -> NoReturn:
+    raise Mute
+
+
+def send_without_end() -> None:
+    for _ in range(200):
+        write_to_sockets(b"[0]\n")
+        time.sleep(0.01)
+    time.sleep(1000)
+
+
+def speak(answer: int) -> None:
+    print("\x1b[31mone", end=" ", flush=True)
+    time.sleep(0.001)  # another worker prints
+    print(f"and\ttwo\r {answer}\n\u202ethree \ud800", answer, end="\n" + "x" * 5000 + "\n")
+    print("four", answer, file=sys.stderr)
 
 
 class Payload:
@@ -167,6 +147,49 @@ def fill(size: int) -> None:
     memory = mmap.mmap(-1, size)
     memory.write(bytes(size))
     time.sleep(1000)
+
+
+WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
+    "sleep": lambda: time.sleep(1000),
+    # Holds the interpreter: no Python signal handler and no thread runs until it ends.
+    "regex": lambda: re.match(r"(a+)+$", "a" * 60 + "b") and None,
+    "raise": raise_error,
+    "exit": lambda: sys.exit(3),
+    "exit 0": lambda: os._exit(0),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill group": lambda: os.killpg(0, signal.SIGTERM),
+    "kill group 9": lambda: os.killpg(0, signal.SIGKILL),
+    "kill parent": kill_parent,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop helper": lambda: signal_helper(signal.SIGSTOP),
+    "kill helper": lambda: signal_helper(signal.SIGKILL),
+    "close files": lambda: os.closerange(3, 1000),
+    "daemon": start_daemon,
+    "fork": fork,
+    "environment": lambda: {"return": 1.0, **{name: 1.0 for name in os.environ}},
+    "shared memory": lambda: fill(4 * MEMORY),
+    "memory of children": fill_memory_of_children,
+    "cancel": cancel,
+    "mute": mute,
+    "memory": lambda: {"return": float(len(bytearray(2**40)))},
+    "generator": lambda: {"return": (i for i in itertools.count())},
+    "endless": lambda: {"return": sum(itertools.count())},
+    "nan": lambda: {"return": float("nan")},
+    "huge": lambda: {"return": 1e300},
+    "half a pair": lambda: {"return": 1.0, "\ud800": 1.0},
+    "name of the log": lambda: {"return": 1.0, "length": 2.0},
+    "long name": lambda: {"return": 1.0, "x" * 10**6: 1.0},
+    "no outcomes": lambda: pretend(b"[[0], 1]\n"),
+    "too many outcomes": lambda: pretend(b"[0, " + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n"),
+    "half a message": lambda: write_to_sockets(b"[0, "),
+    "half a message and hang": lambda: pretend(b"[0, "),
+    "messages without end": send_without_end,
+    "slow": lambda: time.sleep(0.3),
+}
+WITH_ARGUMENTS: dict[str, Callable[[str], None]] = {
+    "pickle": lambda path: pretend(pickle.dumps(Payload(path)) + b"\n"),
+    "place": lambda words: lie_about_progress(*map(float, words.split())),
+}
 
 
 class Counting(Episode):

@@ -32,7 +32,8 @@ CONFIG = make_config(
     max_resampling=3.0,
 )
 DISTRIBUTION = CONFIG.sampling.distribution
-SGD, NO_STEPS = optax.sgd(1.0), optax.sgd(0.0)
+SGD = optax.sgd(1.0)
+NO_STEPS = optax.sgd(0.0)
 SCORES = depth(MODEL, 64)  # operations of a log-probability
 GRADIENT = gradient_depth(MODEL, 64, 8 * 64)
 SURPRISE = 20.0  # nats of an unlikely token

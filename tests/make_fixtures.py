@@ -225,16 +225,21 @@ def make_model(seed: int, config_class, hidden: int, heads: int, kv_heads: int, 
     else:
         model = AutoModelForCausalLM.from_config(config_class(**sizes, **fields))
     has_offset = config_class in (Gemma3TextConfig, Qwen3_5TextConfig, *WRAPPED)  # that is added to gains
+    draw_parameters(model, has_offset)
+    return model.eval()
+
+
+def draw_parameters(model: torch.nn.Module, has_offset: bool) -> None:
+    """Sets gains far from 1, biases far from 0, and decays of memories that last for several tokens."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 offset = 1.0 if has_offset and "linear_attn" not in name else 0.0
                 parameter.uniform_(0.5 - offset, 1.5 - offset)
             elif name.endswith("A_log"):
-                parameter.uniform_(-4, 0)  # memories that last for several tokens
+                parameter.uniform_(-4, 0)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.5)
-    return model.eval()
 
 
 def as_transformers_4(folder: Path) -> None:

@@ -28,16 +28,29 @@ DATA = ROOT / "tests" / "fixtures" / "data"
 SHORT = ["--num_generation_tokens", "64", "--prompt_length", "2048"]  # tiny's tokens are small: prompts are long
 EVAL = [*SHORT, "--num_eval_tasks", "4", "--num_eval_samples", "2"]
 TRAIN = [
-    *EVAL, "--max_steps", "1", "--groups_per_batch", "2", "--group_size", "4", "--ppo_minibatch", "0",
-    "--inference_batch_per_device", "8", "--tokens_per_microbatch", "0", "--max_resampling", "1",
-]  # fmt: skip
+    *EVAL,
+    "--max_steps",
+    "1",
+    "--groups_per_batch",
+    "2",
+    "--group_size",
+    "4",
+    "--ppo_minibatch",
+    "0",
+    "--inference_batch_per_device",
+    "8",
+    "--tokens_per_microbatch",
+    "0",
+    "--max_resampling",
+    "1",
+]
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
     "extras/population.py": TRAIN,
     "core/eval.py": EVAL,
     "core/sampling.py": ["--num_generation_tokens", "16"],
-}  # fmt: skip
+}
 STEPS = ("step20", "step24", "step40", "step60")  # models that the pages name; here they are what the cut run has saved
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {  # pattern of a command: why it is not run
@@ -138,11 +151,18 @@ def run(name: str, block: str, folder: Path, env: dict[str, str], skipped: list[
         todo.append(command)
     if not todo:
         return 0, ""
-    clock, pipe = time.perf_counter(), subprocess.PIPE
+    clock = time.perf_counter()
+    pipe = subprocess.PIPE
     done = subprocess.run(
-        ["bash", "-c", "\n".join(script)], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=pipe,
-        stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     print(f"{'ok' if not done.returncode else 'FAILED':<7}{time.perf_counter() - clock:5.0f} s  {name}", flush=True)
     for command in todo:
         print(f"                {command.splitlines()[0]}", flush=True)

@@ -125,7 +125,8 @@ def test_sizes_that_pages_tell_are_those_of_the_files():
         return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
     book = "grpo", "objectives", "advantages", "sampler", "rollout", "learner", "records", "config"
-    minimal, core = ROOT / "core/minimal.py", ROOT / "core"
+    minimal = ROOT / "core/minimal.py"
+    core = ROOT / "core"
     sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py")), num_lines(minimal)
     (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
     (of_book,) = re.findall(r"eight files, has\s([\d,]+) lines", read("README.md"))
@@ -162,9 +163,10 @@ def test_the_table_of_packages_is_true():
             assert not any(statement.search(path.read_text()) for path in program), name
 
 
-def test_the_index_links_every_page_once_and_each_page_names_the_next():
+def test_index_links_each_page_and_each_page_names_the_next():
     links = re.findall(r"^\| \[.*?\]\((.*?)\)", read("docs/README.md"), re.MULTILINE)
-    assert sorted(f"docs/{link}" for link in links) == [page for page in DOCS if page != "docs/README.md"]
+    found = sorted(f"docs/{link}" for link in links)
+    assert found == [page for page in DOCS if page != "docs/README.md"]
     assert sum("/" not in link for link in links) <= 12
     assert all(read(page).splitlines()[-1].startswith("Next: ") for page in [*DOCS, *RECIPES])
     assert "docs/README.md" in re.findall(r"\]\(([^)]*)\)", read("README.md"))

@@ -130,7 +130,8 @@ def logprobs(arrays: dict[str, np.ndarray], folder: str = TINY, temperature: flo
 def baseline(run: Outcome) -> None:
     baselines = {}
     for step in range(1, STEPS + 1):
-        rows, before = run.rows(step), dict(baselines)
+        rows = run.rows(step)
+        before = dict(baselines)
         assert {row["task"] for row in rows} == {0, 1, 2, 3}
         for row in rows:
             task = str(row["task"])
@@ -163,7 +164,8 @@ def margin(run: Outcome) -> None:
 def temperatures(run: Outcome) -> None:
     """Sampler, trainer and a softmax in float64 agree on each row, and no row has the temperature of its neighbors."""
     arrays = run.arrays(1)
-    mask, drawn = arrays["mask"], arrays["logprobs"]
+    mask = arrays["mask"]
+    drawn = arrays["logprobs"]
     own = np.resize([1.0, 1.3], len(mask))[:, None, None]
     assert np.abs(logprobs(arrays, temperature=own) - drawn)[mask].max() < 1e-4
     assert (np.abs(logprobs(arrays, temperature=2.3 - own) - drawn).max(axis=1, where=mask, initial=0) > 1e-2).all()

@@ -69,7 +69,8 @@ def test_import_law():
     commands = {name for name, path in FILES.items() if "\nif __name__ ==" in path.read_text(encoding="utf-8")}
     faults, graph = [], {}
     for name, path in FILES.items():
-        package, imported = name.split(".")[0], imports(path)
+        package = name.split(".")[0]
+        imported = imports(path)
         graph[name] = own = {module for module in imported if module.split(".")[0] in PACKAGES}
         lawful = {module for module in own if any(within(module, prefix) for prefix in LAW[package])}
         may_import_commands = name in commands or package == "bench"
@@ -107,6 +108,30 @@ def test_name_of_a_type_has_one_meaning():
     assert twice == {"Message": of_chats, "Schema": of_chats}
 
 
+TEST_FOLDERS = ("tests", "bench", "extras", "recipes")
+TESTS = {path: path.read_text("utf-8").splitlines() for name in TEST_FOLDERS for path in (ROOT / name).rglob("*.py")}
+FROM_TEST_FILE = re.compile(r"\s*(from|import) ([\w.]+ import )?[\w., ]*\btest_\w+")
+PATCH = re.compile(r"\b(monkeypatch|patch)\.(set|del|chdir|syspath)")
+
+
+def test_no_file_imports_a_test_file():
+    """What tests share stands in modules of its own; tests/oracles/ has what they compare with."""
+    lines = [line for lines in TESTS.values() for line in lines if "from envs import" not in line]
+    assert [line for line in lines if FROM_TEST_FILE.match(line)] == []
+
+
+def test_each_monkeypatch_has_its_reason_beside_it():
+    """In a comment of its own line, or above the first of several."""
+    without = []
+    for path, lines in TESTS.items():
+        for number, line in enumerate(lines):
+            above = lines[number - 1].strip() if number else ""
+            is_told = "#" in line or above.startswith("#") or PATCH.search(above)
+            if PATCH.search(line) and not is_told and path != Path(__file__):
+                without.append(f"{path.relative_to(ROOT)}:{number + 1}")
+    assert without == []
+
+
 def requirements(file: str) -> set[str]:
     """Names of packages in a requirements file."""
     return set(re.findall(r"^[\w.-]+", (ROOT / file).read_text(), re.MULTILINE))
@@ -133,7 +158,8 @@ def test_the_tests_install_what_environments_need():
     environments, tested = ((ROOT / f"requirements-{name}.txt").read_text() for name in ("envs", "test"))
     packages = re.findall(r"^[\w-]+==[\d.]+", environments, re.MULTILINE)
     assert packages == ["reasoning-gym==0.1.25"]
-    assert f'\n{packages[0]}; python_version < "3.13"' in tested, "without a compiler, tests are installed all the same"
+    found = f'\n{packages[0]}; python_version < "3.13"'
+    assert found in tested, "without a compiler, tests are installed all the same"
 
 
 def test_no_package_takes_the_name_of_a_standard_module():
@@ -141,7 +167,7 @@ def test_no_package_takes_the_name_of_a_standard_module():
     assert not (ROOT / "__init__.py").exists(), "the root is no package"
 
 
-def test_envs_and_workers_import_no_jax_and_no_environment_before_it_is_made():
+def test_envs_import_no_jax_and_no_environment_early():
     modules = [name for name in FILES if within(name, "envs")]
     code = (
         "import sys, importlib, envs\n"
@@ -168,7 +194,7 @@ print(sorted(LATE & set(sys.modules)))
 """
 
 
-def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
+def test_wrong_option_is_told_before_slow_imports():
     """Options are read after the imports, in which nothing is garbage; bench/startup.py measures them."""
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "yaml"}
     output = run(COMMANDS.replace("LATE", repr(late | {"pyarrow", "math_verify", "sympy"})))

@@ -29,7 +29,8 @@ def test_the_notebook_is_small_and_has_no_outputs():
         assert not cell["metadata"]
     citation = (ROOT / "CITATION.cff").read_text()
     address = re.search(r'^repository-code: "?([^"\n]*)', citation, re.MULTILINE)
-    assert f'REPOSITORY = "{address[1] if address else ""}"' in CELLS["install"], "the address is that of CITATION.cff"
+    found = f'REPOSITORY = "{address[1] if address else ""}"'
+    assert found in CELLS["install"], "the address is that of CITATION.cff"
 
 
 def test_the_notebook_names_files_and_options_that_exist():
@@ -45,9 +46,11 @@ def test_the_notebook_names_files_and_options_that_exist():
     assert len(trainings) == 4
     for training in trainings:
         named = {word[2:] for word in words(training) if word.startswith("--")}
-        assert named and named <= {"config", *options_of(grpo.Config)}, named
+        assert named
+        assert named <= {"config", *options_of(grpo.Config)}, named
     named = {word[2:] for word in words(CODE["compare"]) if word.startswith("--")}
-    assert named and named <= {*options_of(eval.EvalCommand)}, named
+    assert named
+    assert named <= {*options_of(eval.EvalCommand)}, named
 
 
 def test_the_loss_of_the_notebook_is_put_into_the_table():

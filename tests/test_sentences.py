@@ -78,6 +78,7 @@ def said(words: str, capsys) -> str:
 def folder(tmp_path, monkeypatch) -> Path:
     for name, text in PRESETS.items():
         (tmp_path / name).write_text(text)
+    # Relative folders are looked for here.
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -95,9 +96,11 @@ def test_a_mistake_ends_with_one_sentence(words, capsys):
 
 def test_options_of_a_preset_go_with_its_environment(capsys):
     line = "games.py: --env_options {} is left out, since environment {} has no such option\n"
-    assert said("--config games.py --env_name poem", capsys) == line.format("prompt=bare,numbers=9", "poem")
+    found = said("--config games.py --env_name poem", capsys)
+    assert found == line.format("prompt=bare,numbers=9", "poem")
     assert said("--config games.py --env_name guess --env_options prompt=bare", capsys) == ""
-    assert line.format("prompt=bare", "countdown")[:20] not in said("--config games.py --env_name countdown", capsys)
+    found = line.format("prompt=bare", "countdown")[:20]
+    assert found not in said("--config games.py --env_name countdown", capsys)
 
 
 def test_a_folder_of_other_files_is_named(folder):
@@ -113,5 +116,6 @@ def test_the_printed_objective_has_added_terms(monkeypatch):
 
     config = parse(Config, ["--env_name", "poem"])
     before = describe_objective(config.objective)
+    # A term of a user.
     monkeypatch.setattr("core.extensions.notes.TERMS", [*TERMS, entropy_of_half])
     assert describe_objective(config.objective) == before.replace("; A = ", " + entropy_of_half; A = ")

@@ -185,6 +185,7 @@ def test_bombs_take_less_than_64_mb(name, monkeypatch):
             free.append(shutil.disk_usage("/dev/shm").free)
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        # Temporary folders of the sandbox are counted here.
         monkeypatch.setattr(tempfile, "tempdir", folder)
         thread = threading.Thread(target=watch)
         thread.start()
@@ -659,7 +660,8 @@ def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
         wait_until_gone(*pids)
 
 
-def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path, monkeypatch):
+def test_folders_of_killed_processes_are_removed_at_start(tmp_path, monkeypatch):
+    # Temporary folders of the sandbox are counted here.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = tmp_path / "target"
     names = ("abandoned", "in use", "new")
@@ -679,6 +681,7 @@ def test_folders_of_killed_processes_are_removed_at_the_next_start(tmp_path, mon
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
+    # Temporary folders of the sandbox are counted here.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os\nopen('a', 'w').write('b')\nos.mkdir('d')\nos.chdir('d')\nopen('e', 'w')"
     assert run(code, is_confined=False).startswith("<_io.TextIOWrapper name='e'")
@@ -747,6 +750,7 @@ def test_code_runs_in_processes_that_score():
 
 
 def test_machines_that_cannot_confine_are_refused(monkeypatch):
+    # A kernel without Landlock.
     monkeypatch.setattr(sandbox, "missing_protection", lambda: "Landlock")
     with pytest.raises(UserError, match="since there is no Landlock: give --env_options sandbox=off"):
         make_env("python", data_dir=str(SAMPLES))

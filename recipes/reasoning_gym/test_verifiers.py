@@ -22,26 +22,99 @@ from reasoning_gym.factory import DATASETS  # noqa: E402
 CANARY = "LMPO_CANARY"  # a variable that each of CODE would set
 SET = f"__import__('os').environ.__setitem__('{CANARY}','1')"
 CODE = [
-    SET, f"[{SET}]", f"[[{SET}]]", f"({SET})", f"[{SET} for _ in '1']", f"[1, 2][{SET} or 0]", f"f'{{{SET}}}'",
-    f"(lambda: {SET})()", f"(y := {SET})", f"1 if {SET} else 2", f"x + {SET}", f"sin({SET})", f"x.__class__({SET})",
-    f"exec({SET!r})", f"eval({SET!r})", f"ｅval({SET!r})", f"S({SET!r})", f"sympify({SET!r})", f"parse_expr({SET!r})",
-    f"Symbol({SET!r}).func", f"Lambda(x, {SET})(1)", f"lambdify(x, {SET!r})(1)", f"x**2 #\n{SET}", f"1\n{SET}",
-    f"'{{0.__class__}}'.format({SET})", f"[*{SET}]", f"{{1: {SET}}}", f"({SET})!", f"0.[{SET}]", f"{SET}, 1, 2",
-    f'{{"a": "{SET}"}}', f"!!python/object/apply:os.system ['{SET}']", "setattr(type(self), 'score_answer', print)",
-    "[setattr(type(self),'score_answer',lambda *a,**k:1.0)]", "type(self).score_answer.__globals__", "self", "entry",
-    "entry['answer']", "[entry['answer']]", "oracle_answer", "[oracle_answer]", "target_poly", "valid_solutions[0]",
-    "exit()", "quit", "breakpoint()", "print", "open('/etc/passwd')", "$(env)", r"\write18{env}", "'; DROP TABLE x",
-]  # fmt: skip
+    SET,
+    f"[{SET}]",
+    f"[[{SET}]]",
+    f"({SET})",
+    f"[{SET} for _ in '1']",
+    f"[1, 2][{SET} or 0]",
+    f"f'{{{SET}}}'",
+    f"(lambda: {SET})()",
+    f"(y := {SET})",
+    f"1 if {SET} else 2",
+    f"x + {SET}",
+    f"sin({SET})",
+    f"x.__class__({SET})",
+    f"exec({SET!r})",
+    f"eval({SET!r})",
+    f"ｅval({SET!r})",
+    f"S({SET!r})",
+    f"sympify({SET!r})",
+    f"parse_expr({SET!r})",
+    f"Symbol({SET!r}).func",
+    f"Lambda(x, {SET})(1)",
+    f"lambdify(x, {SET!r})(1)",
+    f"x**2 #\n{SET}",
+    f"1\n{SET}",
+    f"'{{0.__class__}}'.format({SET})",
+    f"[*{SET}]",
+    f"{{1: {SET}}}",
+    f"({SET})!",
+    f"0.[{SET}]",
+    f"{SET}, 1, 2",
+    f'{{"a": "{SET}"}}',
+    f"!!python/object/apply:os.system ['{SET}']",
+    "setattr(type(self), 'score_answer', print)",
+    "[setattr(type(self),'score_answer',lambda *a,**k:1.0)]",
+    "type(self).score_answer.__globals__",
+    "self",
+    "entry",
+    "entry['answer']",
+    "[entry['answer']]",
+    "oracle_answer",
+    "[oracle_answer]",
+    "target_poly",
+    "valid_solutions[0]",
+    "exit()",
+    "quit",
+    "breakpoint()",
+    "print",
+    "open('/etc/passwd')",
+    "$(env)",
+    r"\write18{env}",
+    "'; DROP TABLE x",
+]
 ENDLESS = [
-    "9**9**9**9", "2**10**10", "10**10000000", "(x+1)**100000", "x**x**x**x", "exp(exp(exp(exp(9))))", "1e999999999",
-    "factorial(10**9)", "9!!!!", "[1]*10**9", "['a'*10**9]", "R999999999", "A+999999999", "A" * 100_000, "9" * 5000,
-    "(" * 5000, "[" * 5000, "-" * 5000 + "1", "(" * 100 + "1" + ")" * 100 + "**9" * 20, "1+" * 1500 + "1", "*" * 3000,
-    "sqrt(" * 90 + "2" + ")" * 90, "C" * 3000, "NaN", "[NaN]", "[" + ", ".join(["NaN"] * 5) + "]", "nan+nanj", "inf",
-]  # fmt: skip
+    "9**9**9**9",
+    "2**10**10",
+    "10**10000000",
+    "(x+1)**100000",
+    "x**x**x**x",
+    "exp(exp(exp(exp(9))))",
+    "1e999999999",
+    "factorial(10**9)",
+    "9!!!!",
+    "[1]*10**9",
+    "['a'*10**9]",
+    "R999999999",
+    "A+999999999",
+    "A" * 100_000,
+    "9" * 5000,
+    "(" * 5000,
+    "[" * 5000,
+    "-" * 5000 + "1",
+    "(" * 100 + "1" + ")" * 100 + "**9" * 20,
+    "1+" * 1500 + "1",
+    "*" * 3000,
+    "sqrt(" * 90 + "2" + ")" * 90,
+    "C" * 3000,
+    "NaN",
+    "[NaN]",
+    "[" + ", ".join(["NaN"] * 5) + "]",
+    "nan+nanj",
+    "inf",
+]
 EVALUATED = {
-    "binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "puzzle24", "simple_integration",
-    "intermediate_integration", "polynomial_multiplication",
-}  # fmt: skip
+    "binary_matrix",
+    "n_queens",
+    "spiral_matrix",
+    "string_insertion",
+    "countdown",
+    "puzzle24",
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+}
 # Modules that call an evaluator on text of the library's own: the question, or the reference.
 OWN_TEXT = {"number_sorting", "bitwise_arithmetic", "basic_arithmetic", "codeio", "propositional_logic"}
 SECONDS = 10  # of the processor, for one answer: far above what any takes, far below what a tower of powers would
@@ -72,7 +145,8 @@ def attack(env: Env, name: str) -> list[tuple[float, str]]:
         returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
         assert time.process_time() - clock < SECONDS, (name, answer[:80])
         assert CANARY not in os.environ, (name, answer)
-        assert type(dataset).score_answer is verifier and entry == before, (name, answer)
+        assert type(dataset).score_answer is verifier
+        assert entry == before, (name, answer)
     return returns
 
 
@@ -128,24 +202,54 @@ def test_other_spellings_are_verified(env, name, rewrite, expected):
         _, entry = problem.answer
         if isinstance(entry["answer"], str):
             answer = rewrite(entry["answer"], entry["metadata"])
-            assert env.score(problem, f"<answer>{answer}</answer>")["return"] == pytest.approx(expected), answer
+            found = env.score(problem, f"<answer>{answer}</answer>")["return"]
+            assert found == pytest.approx(expected), answer
 
 
 @pytest.mark.parametrize(
     ("text", "arithmetic", "formula"),
     [
-        ("1 + 2*(3 - 4)/5", True, True), ("-.5**2", True, True), ("2**50", True, True), ("x", False, True),
-        ("-34*x**8/15 - 5*x/4 + C", False, True), ("exp(2*x)*sin(3*x)", False, True), ("log(Abs(x))", False, True),
-        ("(-2*x - 8)**(3/2)", False, True), ("y", False, False), ("sin", False, False), ("x(3)", False, False),
-        ("sin(x, 2)", False, False), ("sin(x)(2)", False, False), ("sin.x", False, False), ("x.real", False, False),
-        ("2**2**2**2**2", False, False), ("2**1000", False, False), ("sin(sin(sin(x)))", False, False),
-        ("1 2", False, False), ("2x", False, False), ("0x10", False, False), ("1_0", False, False),
-        ("1e5", False, False), ("1j", False, False), ("١", False, False), ("𝐱", False, False), ("x; x", False, False),
-        ("x == x", False, False), ("x if x else x", False, False), ("[x]", False, False), ("'x'", False, False),
-        ("x and x", False, False), ("None", False, False), ("", False, False), ("x @ x", False, False),
-        ("1//2", False, False), ("5!", False, False), ("x^2", False, False), ("sin(*x)", False, False),
+        ("1 + 2*(3 - 4)/5", True, True),
+        ("-.5**2", True, True),
+        ("2**50", True, True),
+        ("x", False, True),
+        ("-34*x**8/15 - 5*x/4 + C", False, True),
+        ("exp(2*x)*sin(3*x)", False, True),
+        ("log(Abs(x))", False, True),
+        ("(-2*x - 8)**(3/2)", False, True),
+        ("y", False, False),
+        ("sin", False, False),
+        ("x(3)", False, False),
+        ("sin(x, 2)", False, False),
+        ("sin(x)(2)", False, False),
+        ("sin.x", False, False),
+        ("x.real", False, False),
+        ("2**2**2**2**2", False, False),
+        ("2**1000", False, False),
+        ("sin(sin(sin(x)))", False, False),
+        ("1 2", False, False),
+        ("2x", False, False),
+        ("0x10", False, False),
+        ("1_0", False, False),
+        ("1e5", False, False),
+        ("1j", False, False),
+        ("١", False, False),
+        ("𝐱", False, False),
+        ("x; x", False, False),
+        ("x == x", False, False),
+        ("x if x else x", False, False),
+        ("[x]", False, False),
+        ("'x'", False, False),
+        ("x and x", False, False),
+        ("None", False, False),
+        ("", False, False),
+        ("x @ x", False, False),
+        ("1//2", False, False),
+        ("5!", False, False),
+        ("x^2", False, False),
+        ("sin(*x)", False, False),
     ],
-)  # fmt: skip
+)
 def test_expressions(text, arithmetic, formula):
     entry = {"metadata": {"variable": "x"}}
     assert (is_arithmetic(text, entry), is_formula(text, entry)) == (arithmetic, formula)
@@ -154,11 +258,24 @@ def test_expressions(text, arithmetic, formula):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[]", True), ("[1, -2.5, 'a']", True), ("[['Q', '_'], [1]]", True), ("1", False), ("(1, 2)", False),
-        ("{1: 2}", False), ("[[[1]]]", False), ("[None]", False), ("[b'a']", False), ("[1j]", False), ("[x]", False),
-        ("['\\x41']", False), ("[f'a']", False), ("[1]*9", False), ("[True]", False), ("[*[1]]", False),
+        ("[]", True),
+        ("[1, -2.5, 'a']", True),
+        ("[['Q', '_'], [1]]", True),
+        ("1", False),
+        ("(1, 2)", False),
+        ("{1: 2}", False),
+        ("[[[1]]]", False),
+        ("[None]", False),
+        ("[b'a']", False),
+        ("[1j]", False),
+        ("[x]", False),
+        ("['\\x41']", False),
+        ("[f'a']", False),
+        ("[1]*9", False),
+        ("[True]", False),
+        ("[*[1]]", False),
     ],
-)  # fmt: skip
+)
 def test_lists(text, expected):
     assert is_literal_list(text, {}) == expected
 
@@ -174,8 +291,11 @@ def test_every_verifier_that_evaluates_text_has_a_grammar():
     """Calls of evaluators in the modules of the library's data sets: a new release may have more."""
     found = set()
     for name, (dataset, _) in DATASETS.items():
-        calls = [node.func for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(dataset))))
-                 if isinstance(node, ast.Call)]  # fmt: skip
+        calls = [
+            node.func
+            for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(dataset))))
+            if isinstance(node, ast.Call)
+        ]
         called = {getattr(func, "attr", getattr(func, "id", "")) for func in calls}
         found |= {name} if called & {"eval", "exec", "parse_expr", "sympify", "literal_eval"} else set()
     assert found == EVALUATED | OWN_TEXT

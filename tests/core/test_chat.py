@@ -66,7 +66,8 @@ class Scripted:
 
 def talk(monkeypatch, lines, replies=()):
     """Holds a conversation of these lines; an exception among them is raised where it would be read."""
-    model, rest = Scripted(dict(replies)), iter(lines)
+    model = Scripted(dict(replies))
+    rest = iter(lines)
 
     def read(prompt):
         line = next(rest, EOFError)
@@ -74,6 +75,7 @@ def talk(monkeypatch, lines, replies=()):
             raise line
         return line
 
+    # What a user types.
     monkeypatch.setattr("builtins.input", read)
     converse(model)
     return model
@@ -100,7 +102,7 @@ def test_commands_are_no_messages(monkeypatch, capsys):
     assert out.count("settings [(") == 2
 
 
-def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(monkeypatch, capsys):
+def test_conversation_goes_on_if_a_reply_is_stopped(monkeypatch, capsys):
     def stop(show):
         show("half a tho")
         signal.raise_signal(signal.SIGINT)
@@ -134,7 +136,7 @@ def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(mon
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
+def test_stream_shows_no_half_characters_or_escapes(capsys):
     stream = StreamPrinter()
     for text in ("a", "a\ufffd", "a\u2713", "a\u2713\x1b[31mred", "a\u2713\x1b[31mred!"):
         stream(text)
@@ -247,7 +249,7 @@ def test_the_server_answers_its_own_page_alone(server):
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_reply_that_was_stopped_while_it_waited_is_not_computed(server):
+def test_reply_is_not_computed_if_stopped_while_it_waits(server):
     body = {
         "model": 0,
         "temperature": "0.5",
@@ -279,6 +281,7 @@ REQUEST = {
 
 @pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("10000001", b"400"), ("x", b"400"), ("9", b"")])
 def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
+    # The test does not wait for seconds.
     monkeypatch.setattr(Handler, "timeout", 0.3)
     with send(server, b"{", length) as connection:
         assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
@@ -292,6 +295,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
             show("x" * size * 10**5)
         raise AssertionError("it goes on")
 
+    # The test does not wait for seconds.
     monkeypatch.setattr(Handler, "timeout", 0.3)
     server.models[0].replies["flood"] = flood
     body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "flood"}]}).encode()
@@ -355,7 +359,8 @@ def test_errors_are_told_to_the_page(server, capsys):
 
     server.models[0].replies["fail"] = fail
     messages = [{"role": "user", "content": "fail"}]
-    assert post(server, REQUEST | {"messages": messages})[1] == [{"error": "TypeError: of the tokenizer"}]
+    found = post(server, REQUEST | {"messages": messages})[1]
+    assert found == [{"error": "TypeError: of the tokenizer"}]
     assert "Traceback" in capsys.readouterr().err
     long = post(server, REQUEST | {"messages": [{"role": "user", "content": "x" * (10**6 + 1)}]})[1]
     assert long == [{"error": "the conversation has 1,000,001 characters, and may have 1,000,000"}]
@@ -387,6 +392,7 @@ def test_ctrl_c_ends_a_reply_that_is_being_drawn():
             super().serve_forever()
 
     with pytest.MonkeyPatch.context() as patch:
+        # Keeps the server, so that the test can close it.
         patch.setattr(web, "ChatServer", Recording)
         serve([Scripted({"endless": endless})], 0)
     assert servers[0].is_ending
@@ -427,7 +433,7 @@ def test_rows_of_prompts_are_read_or_named(name, tmp_path):
             read_prompts(str(tmp_path / file))
 
 
-def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):
+def test_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):
     def wait(script):
         end = time.monotonic() + 30
         while not chromium.execute_script(f"return {script}"):
@@ -462,7 +468,9 @@ def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromi
     say("more")
     wait("stopping === null")
     first, second = (model.seen[-1] for model in server.models)
-    assert first[3].strip().isdigit() and first[2::2] == ["slow", "more"] and second == ["more"], "one turn"
+    assert first[3].strip().isdigit()
+    assert first[2::2] == ["slow", "more"]
+    assert second == ["more"], "one turn"
     chromium.execute_script("find('new').click()")
     assert texts(".message") == []
     assert chromium.execute_script("return window.ran") is None

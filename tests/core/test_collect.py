@@ -31,7 +31,8 @@ def rows_of(batch: Batch) -> list[tuple]:
 def test_the_order_of_tasks_is_a_function_of_seed_and_epoch():
     epochs = task_numbers(5, 10, np.arange(30)).reshape(3, 10)
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs.tolist())
-    assert len({tuple(epoch) for epoch in [*epochs.tolist(), task_numbers(6, 10, np.arange(10)).tolist()]}) == 4
+    found = len({tuple(epoch) for epoch in [*epochs.tolist(), task_numbers(6, 10, np.arange(10)).tolist()]})
+    assert found == 4
     assert task_numbers(5, 10, 7 + np.arange(16)).tolist() == epochs.ravel()[7:23].tolist()
 
 
@@ -80,7 +81,7 @@ def test_calls_are_as_few_as_rows_allow_and_about_equal():
 
 
 @pytest.mark.parametrize("max_resampling", [1.0, 3.0])
-def test_a_batch_does_not_depend_on_how_many_rows_are_sampled_at_a_time(max_resampling):
+def test_batch_does_not_depend_on_the_rows_of_a_call(max_resampling):
     config = with_options(COLLECT, max_resampling=max_resampling)
     found = [collect_batch(make_worker(12, rows), config) for rows in (64, 2 * G, 3 * G)]
     for batch, _, cursor in found[1:]:
@@ -126,6 +127,7 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
         failure = Failure("reward_errors", "of a test")
         return [failure if has_no_score(text) else {"return": 0.5} for _, text in jobs]
 
+    # Some replies get no grade; outcomes travel as between hosts, through JSON.
     monkeypatch.setattr(HereScorer, "request_outcomes", request_outcomes)
     monkeypatch.setattr(Layout, "share", lambda self, work, n, group=1: json.loads(json.dumps(work(range(n)))))
     _, episodes, _ = evaluate(make_worker(7), random_params(), 4, 4, seed=3)

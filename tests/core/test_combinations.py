@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +23,7 @@ from core.chains.pages import PagedChain
 from core.chains.turns import Conversations
 from core.config import Config
 from core.grpo import groups_with_signal, make_batch
-from core.records import Episodes
+from core.records import Batch, Episodes
 from core.rollout import Replies, RolloutWorker
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, sample_keys
@@ -30,13 +33,15 @@ from envs.scoring.scorer import Failure
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
-from tests.helpers import ROOT, reading_script, slow
+from tests.helpers import reading_script, slow, write_one_layer
 from tests.playing import HereScorer
 from utils.devices.sharding import single_device
 from utils.metrics.health import HealthChecks
 from utils.settings.config import make_config
 
-G, LIMIT, MAX_TURNS, COST = 4, 256, 3, 0.1  # rows of a group; tokens and turns of an episode; price of a call
+G = 4  # rows of a group
+LIMIT, MAX_TURNS = 256, 3  # tokens and turns of an episode
+COST = 0.1  # price of a call
 SAME_SUMS = {"games": "D4 | G1 D3 | G3 D1 | G2 G1 D1", "tools": "D4 | G0 D5 | G0 G0 D6 | G0 D5"}  # other turns
 GROUPS = (
     "D7 | G1 D2~ | G1 F0 | G1 G1 G1",
@@ -69,7 +74,8 @@ def reward_of(text: str) -> float:
 
 class GameEpisode(Episode):
     def step(self, reply: str) -> Step:
-        said, is_done = look(long=reply[0] == "L"), reply[0] == "D"
+        said = look(long=reply[0] == "L")
+        is_done = reply[0] == "D"
         return Step([{"role": "user", "content": said}], reward_of(reply), is_done, {"correct_answer": float(is_done)})
 
 
@@ -142,29 +148,36 @@ POLICIES = {
 }
 
 
+class Drawing(NamedTuple):
+    """Decodes what is written in place of what a model would sample."""
+
+    scripts: list[list[int]]  # by row
+    keys: list[list[int]]
+
+    def decode_segment(self, model, _, steps: int, weights, caches, cache, start, starts, last, keys, *__) -> tuple:
+        numbers = [self.keys.index(key) for key in np.asarray(keys).tolist()]
+        tokens = np.array([self.scripts[number][int(start) :][:steps] for number in numbers], np.int32)
+        logprobs = np.zeros(tokens.shape, np.float32)
+        routes = np.zeros((*tokens.shape, *model.route_shape))
+        return cache, (tokens, logprobs, np.zeros((*tokens.shape, 0)), routes)
+
+
 @cache
 def play(kind: str, policy: str = "full") -> Episodes:
     """Plays all rows by the real worker, whose policy draws what is written."""
     layout = single_device()
-    model, base, params, tokenizer = load_policy(ROOT / "models" / "tiny", POLICIES[policy], 0, layout, "float32")
+    with TemporaryDirectory() as folder:
+        path = write_one_layer(Path(folder))
+        model, base, params, tokenizer = load_policy(path, POLICIES[policy], 0, layout, "float32")
     scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
-    all_keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
-
-    def decode_segment(model, _, steps: int, weights, caches, cache, start, starts, last, keys, *__) -> tuple:
-        numbers = [all_keys.index(key) for key in np.asarray(keys).tolist()]
-        return cache, as_drawn([scripts[number][int(start) :] for number in numbers], steps)
-
-    def as_drawn(texts: list[list[int]], steps: int) -> tuple[np.ndarray, ...]:
-        tokens = np.array([text[:steps] for text in texts], np.int32)
-        empty = np.zeros((*tokens.shape, 0))
-        return tokens, np.zeros(tokens.shape, np.float32), empty, np.zeros((*tokens.shape, *model.route_shape))
-
+    keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
     env = MadeUp(kind)
     make_replies = Replies if kind == "single" else Conversations
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
+        # The tokens of the scripts take the place of those that were sampled.
         patch.setattr(PagedChain, "read", reading_script(lambda row: scripts[row]))
-        patch.setattr("core.sampler.decode_segment", decode_segment)
+        patch.setattr("core.sampler.decode_segment", Drawing(scripts, keys).decode_segment)
         worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, 0, make_replies=make_replies)
         weights = worker.load_weights(make_policy(base, params))
         return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))
@@ -173,7 +186,8 @@ def play(kind: str, policy: str = "full") -> Episodes:
 def ending(kind: str, row: Sequence[str]) -> tuple[list[float], str]:
     """Returns the reward of each turn, and why the episode ends."""
     rewards = [int(turn[1]) / 10 for turn in row]
-    last, is_last_turn = row[-1], len(row) == MAX_TURNS
+    last = row[-1]
+    is_last_turn = len(row) == MAX_TURNS
     if kind == "tools":  # calls cost, and the last reply is graded, also where it is a call that a limit ends
         rewards = [-COST * (turn[0] in "GL") for turn in row]
         rewards[-1] += int(last[1]) / 10
@@ -185,7 +199,8 @@ def ending(kind: str, row: Sequence[str]) -> tuple[list[float], str]:
 
 def length_reward(name: str, num_tokens: int, is_correct: bool) -> float:
     """DAPO's soft penalty over the last fifth of the limit, and open-r1's cosine."""
-    buffer, sign = LIMIT // 5, 1 if is_correct else -1
+    buffer = LIMIT // 5
+    sign = 1 if is_correct else -1
     return {
         "": 0.0,
         "overlong": max(-1.0, min(0.0, (LIMIT - buffer - num_tokens) / buffer)),
@@ -202,49 +217,93 @@ def mean(values: Iterable[float | None]) -> float:
     return sum(values) / len(values)
 
 
-def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, list, list, dict[str, float]]:
-    """Returns advantages by row and turn (None: the row leaves), rewards, whether groups have signal, and metrics."""
+class Table(NamedTuple):
+    """What becomes of the rows."""
+
+    rewards: list[list[float]]  # by row and turn
+    stops: list[str]
+    failed: list[bool]
+    extra: list[float]  # reward for the length
+
+
+class Expected(NamedTuple):
+    advantages: list[list[float] | None]  # by row and turn; None: the row leaves
+    signal: list[bool]  # by group
+    rewards: list[list[float]]
+    metrics: dict[str, float]
+
+
+Flags = Mapping[str, str | bool]
+
+
+def table_of(kind: str, lengths: Sequence[int], flags: Flags) -> Table:
+    """Returns the rewards with those for lengths. Of a failed episode there is nothing."""
     rows = rows_of(kind)
     failed = [row[-1][0] == "F" for row in rows]
     rewards, stops = map(list, zip(*[ending(kind, row) for row in rows], strict=True))
     extra = []
-    for i in range(len(rows)):
+    for i, row in enumerate(rows):
         num_tokens = LIMIT if stops[i] == "max_tokens" else lengths[i]
-        is_correct = kind != "games" or rows[i][-1][0] == "D"
+        is_correct = kind != "games" or row[-1][0] == "D"
         extra.append(0.0 if failed[i] else length_reward(flags["length_reward"], num_tokens, is_correct))
-        # Of a failed episode there is nothing; what has no grade is no part of a baseline.
-        rewards[i] = [0.0] * len(rows[i]) if failed[i] else [*rewards[i][:-1], rewards[i][-1] + extra[i]]
-    counted = [not failure for failure in failed]
-    advantages, signal = [], []
-    for first in range(0, len(rows), G):
-        group = range(first, first + G)
-        compared = {}
-        for turn in range(MAX_TURNS if flags["advantage"] == "turn_mean" else 1):
-            values = {i: sum(rewards[i][turn:]) for i in group if counted[i] and len(rewards[i]) > turn}
-            with_zero = [0.0] * (flags["advantage"] == "reinforce")
-            compared[turn] = values if spread([*values.values(), *with_zero]) > 1e-6 else dict.fromkeys(values)
-        signal.append(any(value is not None for values in compared.values() for value in values.values()))
-        for i in group:
-            leaves = not counted[i] or (flags["do_group_filter"] and not signal[-1])
-            leaves |= flags["do_truncation_filter"] and stops[i] == "max_tokens"
-            of_turns = []
-            for turn in range(len(rewards[i])):
-                values = compared[turn if flags["advantage"] == "turn_mean" else 0]
-                baseline = 0.0 if flags["advantage"] == "reinforce" or not values else mean(values.values())
-                of_turns.append(0.0 if values.get(i) is None else values[i] - baseline)
-            advantages.append(None if leaves else of_turns)
-    graded = [i for i in range(len(rows)) if not failed[i]]
+        rewards[i] = [0.0] * len(row) if failed[i] else [*rewards[i][:-1], rewards[i][-1] + extra[i]]
+    return Table(rewards, stops, failed, extra)
+
+
+def compared_values(table: Table, group: Iterable[int], flags: Flags) -> list[dict[int, float | None]]:
+    """Returns for each turn that is compared the rewards to go by row; None if they are all equal.
+
+    What has no grade is no part of a baseline.
+    """
+    compared = []
+    for turn in range(MAX_TURNS if flags["advantage"] == "turn_mean" else 1):
+        rows = [i for i in group if not table.failed[i] and len(table.rewards[i]) > turn]
+        values = {i: sum(table.rewards[i][turn:]) for i in rows}
+        with_zero = [0.0] * (flags["advantage"] == "reinforce")
+        differ = spread([*values.values(), *with_zero]) > 1e-6
+        compared.append(values if differ else dict.fromkeys(values))
+    return compared
+
+
+def advantages_of(i: int, table: Table, compared: list[dict[int, float | None]], flags: Flags) -> list[float]:
+    """Returns the advantage of each turn of a row."""
+    advantages = []
+    for turn in range(len(table.rewards[i])):
+        values = compared[turn if flags["advantage"] == "turn_mean" else 0]
+        baseline = 0.0 if flags["advantage"] == "reinforce" or not values else mean(values.values())
+        advantages.append(0.0 if values.get(i) is None else values[i] - baseline)
+    return advantages
+
+
+def expected_metrics(kind: str, table: Table, signal: Sequence[bool], flags: Flags) -> dict[str, float]:
+    num_rows = len(table.stops)
+    graded = [i for i in range(num_rows) if not table.failed[i]]
     metrics = {
-        "env/return": sum(sum(rewards[i]) for i in graded) / len(graded),
-        "env/finished": 1 - stops.count("max_tokens") / len(rows),
+        "env/return": mean(sum(table.rewards[i]) for i in graded),
+        "env/finished": 1 - table.stops.count("max_tokens") / num_rows,
         "env/groups_without_signal": 1 - sum(signal) / len(signal),
-        "env/reward_errors": sum(failed),
+        "env/reward_errors": sum(table.failed),
     }
     if flags["length_reward"]:
-        metrics["env/length_reward"] = sum(extra[i] for i in graded) / len(graded)
+        metrics["env/length_reward"] = mean(table.extra[i] for i in graded)
     if kind != "single":
-        metrics |= {f"stop/{stop}": stops.count(stop) / len(rows) for stop in stops}
-    return advantages, rewards, signal, metrics
+        metrics |= {f"stop/{stop}": table.stops.count(stop) / num_rows for stop in table.stops}
+    return metrics
+
+
+def expected(kind: str, lengths: Sequence[int], flags: Flags) -> Expected:
+    table = table_of(kind, lengths, flags)
+    advantages = []
+    signal = []
+    for first in range(0, len(table.stops), G):
+        group = range(first, first + G)
+        compared = compared_values(table, group, flags)
+        signal.append(any(value is not None for values in compared for value in values.values()))
+        for i in group:
+            leaves = table.failed[i] or (flags["do_group_filter"] and not signal[-1])
+            leaves |= flags["do_truncation_filter"] and table.stops[i] == "max_tokens"
+            advantages.append(None if leaves else advantages_of(i, table, compared, flags))
+    return Expected(advantages, signal, table.rewards, expected_metrics(kind, table, signal, flags))
 
 
 FLAGS = {
@@ -270,32 +329,41 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
         flags = dict(zip(FLAGS, values, strict=True)) | comparison
         config = make_config(Config, group_size=G, **flags)
         episodes = with_length_reward(played, LIMIT, config.rewards)
-        advantages, rewards, signal, metrics = expected(kind, lengths, flags)
-        assert groups_with_signal(episodes, config).tolist() == signal, flags
-        found = rollout_metrics(replace(episodes, has_signal=groups_with_signal(episodes, config)))
-        assert {name: found[name] for name in metrics} == pytest.approx(metrics, abs=1e-6), flags
-        assert [name for name in found if name.startswith("stop/")] == sorted(x for x in metrics if x[:5] == "stop/")
-        is_told = "env/finished" in HealthChecks().find_warnings(1, found)
-        assert is_told == (metrics["env/finished"] < 0.5)
-
+        table = expected(kind, lengths, flags)
+        signal = groups_with_signal(episodes, config)
+        assert signal.tolist() == table.signal, flags
+        assert_metrics(rollout_metrics(replace(episodes, has_signal=signal)), table.metrics)
         batch = make_batch(replace(episodes, batch_rows=np.arange(len(episodes))), config)
         batch = compute_advantages(batch, config.objective)
-        assert batch.row.tolist() == [i for i, x in enumerate(advantages) if x is not None], flags
+        assert batch.row.tolist() == [i for i, x in enumerate(table.advantages) if x is not None], flags
         sizes.add(len(batch))
-        for row, mask, found in zip(batch.row.tolist(), batch.mask, batch.advantages, strict=True):
-            behind = np.flatnonzero(mask)
-            turns = np.cumsum(np.diff(behind, prepend=behind[0]) > 1)
-            np.testing.assert_allclose(found[mask], np.array(advantages[row])[turns], atol=2e-6, err_msg=str(flags))
-            assert turns[-1] == len(rewards[row]) - 1
-            assert not found[~mask].any()
+        assert_advantages(batch, table)
     assert len(sizes) > 3, "filters and turns make a difference"
+
+
+def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    stops = sorted(name for name in expected if name.startswith("stop/"))
+    assert [name for name in found if name.startswith("stop/")] == stops
+    is_told = "env/finished" in HealthChecks().find_warnings(1, found)
+    assert is_told == (expected["env/finished"] < 0.5)
+
+
+def assert_advantages(batch: Batch, table: Expected) -> None:
+    for row, mask, found in zip(batch.row.tolist(), batch.mask, batch.advantages, strict=True):
+        columns = np.flatnonzero(mask)
+        turns = np.cumsum(np.diff(columns, prepend=columns[0]) > 1)
+        np.testing.assert_allclose(found[mask], np.array(table.advantages[row])[turns], atol=2e-6)
+        assert turns[-1] == len(table.rewards[row]) - 1
+        assert not found[~mask].any()
 
 
 @pytest.mark.parametrize("policy", ["LoRA", *slow("int8")])
 def test_it_is_the_same_for_adapters_and_over_a_rounded_base(policy):
     """All that the table reads is in the episodes: no filter, reward or metric of it sees a policy."""
     for kind in ("tools", "single"):
-        found, full = play(kind, policy), play(kind)
+        found = play(kind, policy)
+        full = play(kind)
         assert found.stops == full.stops
         assert found.turn_rewards == full.turn_rewards
         for name in ("tokens", "mask", "lengths", "prompt_lengths", "finished", "num_observed"):

@@ -215,11 +215,13 @@ def test_tables_are_aligned():
 
 
 def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
+    # Folders are given relative to this one.
     monkeypatch.chdir(tmp_path)
     run = Path("run")
     (run / "state").mkdir(parents=True)
     find = find_checkpoints
-    with pytest.raises(ValueError, match="run folder without a model: .* its command .* writes a model when it is"):
+    words = "run folder without a model, .*: continue the run by its command .*, which writes a model when it is"
+    with pytest.raises(ValueError, match=words):
         find("run")
     for name in ("step100", "step20", "best", "steps"):
         (run / name).mkdir()
@@ -249,7 +251,8 @@ def test_votes_for_one_answer_have_one_spelling():
     assert len(votes) == 7
     assert env.vote("25") is None
     votes = [env.vote(rf"\boxed{{{answer}}}") for answer in ("3", "0.5", "x/2", "3.0", r"\frac{x}{2}")]
-    assert majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,)) == 0.5, "3 has two votes, the right answer too"
+    found = majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,))
+    assert found == 0.5, "3 has two votes, the right answer too"
 
 
 def test_references_of_any_kind_are_written():
@@ -267,23 +270,26 @@ def command(*argv: str, **flags) -> evaluation.EvalCommand:
     return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
 
 
+def write_countdown_run(folder: Path) -> Path:
+    """Writes a run of two equal checkpoints, which was trained with an option of Countdown."""
+    for step in (2, 10):
+        shutil.copytree(MODEL, folder / f"step{step}")
+    trained = {"env_name": "countdown3", "env_options": "max_number=9"}
+    (folder / "config.json").write_text(json.dumps(trained))
+    return folder
+
+
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
-    run = tmp_path / "run"
+    run = write_countdown_run(tmp_path / "run")
     scores = tmp_path / "scores.json"
     samples = tmp_path / "samples.jsonl"
-    for step in (2, 10):
-        shutil.copytree(MODEL, run / f"step{step}")
-    trained = {"env_name": "countdown3", "env_options": "max_number=9"}
-    (run / "config.json").write_text(json.dumps(trained))
     flags = {
         "num_eval_tasks": 3,
         "num_epochs": 4,
         "json": scores,
-        "save_samples": samples,
         "prompt_length": 1024,
     }
-    flags["env_name"] = "poem,Countdown3"
-    evaluation.main(command(**flags, model_dir=run))
+    evaluation.main(command(**flags, env_name="poem,Countdown3", save_samples=samples, model_dir=run))
     found = json.loads(scores.read_text())
     where = [(f"{run}/step{step}", env) for step in (2, 10) for env in ("poem-test", "countdown3-test")]
     assert [(row["model_dir"], row["env_name"]) for row in found] == where
@@ -291,83 +297,111 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert names | {"finished"} <= found[0].keys()
     place = ("model_dir", "env_name", "difference")
     scores_of = [{name: value for name, value in row.items() if name not in place} for row in found]
-    assert scores_of[0] == scores_of[2] and scores_of[1] == scores_of[3], "equal weights, equal draws"
+    assert scores_of[0] == scores_of[2], "equal weights, equal draws"
+    assert scores_of[1] == scores_of[3]
     assert found[2]["difference"]["return"] == {"mean": 0, "low": None, "high": None, "p": 1}
+    assert "truncation" in found[1]
+    assert "truncation" not in found[0], "Countdown of kvfrans/lmpo alone takes 0.05 off at the limit"
     printed = capsys.readouterr().out
     assert "step10 " in printed
     assert "best_of_4" in printed
     assert f"difference to {run}/step2" in printed
     assert printed.count(f"{run} was trained with --env_options 'max_number=9'") == 1
+    assert_samples(samples, found[0])
 
-    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    evaluation.main(command(**flags, env_name="poem", model_dir=run / "step2"))
+    assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
+    printed = capsys.readouterr().out
+    assert "3 tasks x 4, temperature 1" in printed
+    assert "was trained" not in printed, "not on poems"
+
+
+def assert_samples(file: Path, scores: dict[str, float]) -> None:
+    """Asserts that the rows of --save_samples hold the problems and replies that the scores are of."""
+    assert file.read_text().isascii()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3
-    assert samples.read_text().isascii()
     poem = rows[:3]
     assert [row["task"] for row in poem] == [0, 1, 2]
     assert all("three sentences about" in row["prompt"] for row in poem)
     completions = [x for row in poem for x in row["completions"]]
     assert len(completions) == 12
-    assert all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
-    assert np.mean([x["return"] for x in completions]) == pytest.approx(found[0]["return"])
-    assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
+    assert all(x["return"] == len(x["text"]) for x in completions)
+    assert all(0 < x["length"] <= 8 for x in completions)
+    assert np.mean([x["return"] for x in completions]) == pytest.approx(scores["return"])
+    assert np.mean([x["finished"] for x in completions]) == pytest.approx(scores["finished"])
     assert rows[3]["env_name"] == "countdown3-test"
     assert len(rows[3]["reference"][0]) == 3
-    assert "truncation" in found[1]
-    assert "truncation" not in found[0], "Countdown of kvfrans/lmpo alone takes 0.05 off at the limit"
-
-    evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
-    assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
-    printed = capsys.readouterr().out
-    assert "3 tasks x 4, temperature 1" in printed and "was trained" not in printed, "not on poems"
 
 
-def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, capsys):
-    run = tmp_path / "run"
-    (run / "step2").mkdir(parents=True)
-    trained = {
-        "env_name": "Countdown3",
-        "env_options": "max_number=9",
-        "temperature": 0.5,
-        "num_generation_tokens": 64,
-    }
-    others = {
-        "seed": 7,
-        "sharding": "dp",
-        "inference_batch_per_device": 9,
-        "run": {"lmpo": "version 1"},
-    }
-    (run / "config.json").write_text(json.dumps(trained | others))
+TRAINED = {
+    "env_name": "Countdown3",
+    "env_options": "max_number=9",
+    "temperature": 0.5,
+    "num_generation_tokens": 64,
+    # What follows is not taken over.
+    "seed": 7,
+    "sharding": "dp",
+    "inference_batch_per_device": 9,
+    "run": {"lmpo": "version 1"},
+}
 
-    def settings(*argv: str) -> tuple[str, str, float, int]:
-        config = evaluation.parse_command(argv)
-        sampling = config.sampling
-        own = config.output.seed, config.devices.sharding, sampling.inference_batch_per_device
-        assert own == (0, "fsdp", 0), "those of the command"
-        return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
 
+def trained_run(folder: Path, **others: object) -> Path:
+    """Writes the folder of a run with these settings."""
+    (folder / "step2").mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TRAINED | others))
+    return folder
+
+
+def settings_of(*argv: str) -> tuple[str, str, float, int]:
+    """Returns the environment, its options, the temperature and the limit of tokens that a command evaluates with."""
+    config = evaluation.parse_command(argv)
+    sampling = config.sampling
+    own = (config.output.seed, config.devices.sharding, sampling.inference_batch_per_device)
+    assert own == (0, "fsdp", 0), "those of the command"
+    return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
+
+
+def test_run_is_evaluated_with_its_training_settings(tmp_path):
+    run = trained_run(tmp_path / "run")
     models = f"models/tiny,{run}/step2"
-    assert settings("--model_dir", models) == ("Countdown3", "max_number=9", 0.5, 64)
-    assert settings("--ckpt_dir", str(run), "--env_name", "countdown3-test")[1:] == ("max_number=9", 0.5, 64)
-    assert settings("--model_dir", models, "--env_options", "", "--temperature", "1")[1:] == ("", 1.0, 64)
+    assert settings_of("--model_dir", models) == ("Countdown3", "max_number=9", 0.5, 64)
+    found = settings_of("--ckpt_dir", str(run), "--env_name", "countdown3-test")[1:]
+    assert found == ("max_number=9", 0.5, 64)
+    found = settings_of("--model_dir", models, "--env_options", "", "--temperature", "1")[1:]
+    assert found == ("", 1.0, 64)
     for names in ("poem", "countdown3,poem"):
-        assert settings("--model_dir", models, "--env_name", names) == (names, "", 1.0, -1), "another environment"
+        found = settings_of("--model_dir", models, "--env_name", names)
+        assert found == (names, "", 1.0, -1), "another environment"
     note = evaluation.inheritance_note(evaluation.parse_command(["--model_dir", models, "--temperature", "0.7"]))
     assert note == f"as in {run}: --env_name Countdown3 --env_options max_number=9 --num_generation_tokens 64"
-    own = {"test_env_options": "num_generation_tokens=96,max_number=20,prompt=bare"}
-    for test_env, *expected in (("countdown3-test", "max_number=20,prompt=bare", 96), ("poem", "max_number=9", 64)):
-        (run / "config.json").write_text(json.dumps(trained | others | own | {"test_env_name": test_env}))
-        _, env_options, _, limit = settings("--model_dir", models)
-        assert [env_options, limit] == expected, "as in the log of the run"
+    assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
+
+
+@pytest.mark.parametrize(
+    ("test_env", "options", "limit"),
+    [("countdown3-test", "max_number=20,prompt=bare", 96), ("poem", "max_number=9", 64)],
+)
+def test_held_out_options_of_a_run_are_taken_over(test_env, options, limit, tmp_path):
+    """As in the log of the run."""
+    own = "num_generation_tokens=96,max_number=20,prompt=bare"
+    run = trained_run(tmp_path / "run", test_env_options=own, test_env_name=test_env)
+    _, env_options, _, found = settings_of("--model_dir", f"models/tiny,{run}/step2")
+    assert [env_options, found] == [options, limit]
+
+
+def test_options_of_a_run_that_run_code_are_refused(tmp_path, capsys):
     code = {
         "env_name": "python",
+        "env_options": "",
         "test_env_name": "python-test",
         "test_env_options": "sandbox=off",
     }
-    (run / "config.json").write_text(json.dumps(trained | others | code | {"env_options": ""}))
+    run = trained_run(tmp_path / "run", **code)
     with pytest.raises(SystemExit):
-        settings("--model_dir", models)
+        settings_of("--model_dir", f"models/tiny,{run}/step2")
     assert "if you trust the code, add --env_options 'sandbox=off'" in capsys.readouterr().err
-    assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
 
 
 @pytest.mark.parametrize(
@@ -380,6 +414,7 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, ca
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, monkeypatch):
+    # Loading a model would fail.
     monkeypatch.setattr(evaluation, "load_model", None)
     with pytest.raises(SystemExit), user_errors():
         evaluation.main(with_options(command(), **flags))
@@ -422,6 +457,7 @@ FOREIGN = {  # where the config.json lies, how the model is named, and the setti
 @pytest.fixture
 def foreign(tmp_path, monkeypatch):
     """The folder x, downloaded: a run, its models and rollouts, and code; the current folder is the one around it."""
+    # No state of the user's is read.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
     for name in ("model", "step1", "best"):
@@ -476,7 +512,7 @@ def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
     def is_refused() -> bool:
         with pytest.raises(SystemExit):
             reward()
-        return "asks for reward=x/helper.py:f, which runs code" in capsys.readouterr().err
+        return "sets reward=x/helper.py:f, which runs code" in capsys.readouterr().err
 
     assert is_refused()
     assert reward("--reward", "x/helper.py:f") == "x/helper.py:f"
@@ -504,7 +540,7 @@ def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
         replay("x/rollouts/step_1", 0, 0, 1, None, {"reward": "x/other.py:f"})
 
 
-def test_each_text_option_of_an_environment_is_known_to_run_code_or_not():
+def test_text_options_are_listed_by_whether_they_run_code():
     """Another one is to be decided: those that run code belong into CODE."""
     names = "answer corpus data_dir data_set datasets dialect expression form hub_split messages operators opponent"
     names += " path problems prompt questions reward_weights split subjects_file test_hub_split test_path words"

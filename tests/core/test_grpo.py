@@ -122,7 +122,7 @@ def test_presets_train(name, tmp_path):
     assert [record["global_step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(tmp_path, monkeypatch):
+def test_epoch_has_each_problem_once_and_best_model_is_kept(tmp_path, monkeypatch):
     scores = iter([0.0, -0.4, -0.1, -0.2, 0.0])  # of the untrained model, and after each step
     evaluate_held_out = grpo.evaluate_held_out
 
@@ -130,6 +130,7 @@ def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(
         metrics, episodes = evaluate_held_out(*arguments)
         return metrics | {"test_env/return": next(scores)}, episodes
 
+    # The scores are chosen, so that the best model is known.
     monkeypatch.setattr(grpo, "evaluate_held_out", scripted)
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
@@ -194,6 +195,7 @@ def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_presets_are_valid_and_say_what_they_maximize(path, monkeypatch):
+    # Presets for one chip ask which it is.
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
     config = parse(Config, ["--config", str(path)])
     assert describe_objective(config.objective).startswith("minimize ")

@@ -79,7 +79,7 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     assert metrics["inference_recompute/ratio"] != 1
 
 
-def test_extras_reach_the_distribution_in_the_place_of_their_tokens(monkeypatch):
+def test_extras_reach_the_distribution_beside_their_tokens(monkeypatch):
     """Temperatures of rows and of tokens, through micro-batches, packing and chunks of the head; padding is 1."""
     score = Distribution.score
 
@@ -88,6 +88,7 @@ def test_extras_reach_the_distribution_in_the_place_of_their_tokens(monkeypatch)
 
     rng = np.random.default_rng(3)
     batch = random_batch()
+    # A distribution that reads extras, a few tokens at a time.
     monkeypatch.setattr(Distribution, "score", with_temperatures)
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
     extras = {"of_row": rng.uniform(0.7, 1.5, 8), "of_token": rng.uniform(0.7, 1.5, batch.tokens.shape)}
@@ -102,6 +103,7 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     assert joined["of_row"].tolist() == [2] * 16
     assert (joined["of_token"][:, :60] == 2).all()
     assert (joined["of_token"][:, 60:] == 1).all()
+    # A fork declares its extras here.
     monkeypatch.setattr(records, "EXTRAS", {"of_row": Int[Array, "B"], "of_token": Float[Array, "B T"]})
     zeros, _ = zero_batch(make_learner(), MicrobatchShape(8, 64, 256))
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
@@ -168,12 +170,14 @@ def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
 
 def test_a_row_has_the_same_gradient_whatever_leaves_the_batch(monkeypatch):
     """By `constant`, which is Dr. GRPO's: rollouts of a full minibatch times the completion limit."""
-    batch, seen = with_reference(random_batch()), []
+    batch = with_reference(random_batch())
+    seen = []
 
     def spy(batch, num_rollouts, num_generation_tokens, config):
         seen.append((num_rollouts, num_generation_tokens))
         return set_loss_denominators(batch, num_rollouts, num_generation_tokens, config)
 
+    # Keeps what the denominators are made from.
     monkeypatch.setattr("core.learner.set_loss_denominators", spy)
     parts = [update(select_rows(batch, rows), **FAMILY["cispo"])[0] for rows in np.split(np.arange(2 * G), [3])]
     assert_same_gradient(jax.tree.map(np.add, *parts), update(batch, **FAMILY["cispo"])[0])
@@ -214,7 +218,7 @@ def assert_ratio_is_one(metrics) -> None:
     assert_close(metrics["approx_kl"], 0, 2, size=1)
 
 
-def test_before_the_first_update_the_ratio_is_one():
+def test_first_ratio_is_one():
     learner = make_learner(optimizer=NO_STEPS)
     _, metrics, _ = train_step(learner, first_state(learner), replace(random_batch(), old_logprobs=None))
     assert metrics["num_updates"] == 4
@@ -222,7 +226,7 @@ def test_before_the_first_update_the_ratio_is_one():
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 8}, *slow({"top_p": 0.9}, {"min_p": 0.05})], ids=str)
-def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
+def test_first_ratio_is_one_if_sampling_is_truncated(cut):
     """Whether the old log-probabilities are recomputed or the sampler's."""
     for from_sampler in (False, True):
         config = with_options(COLLECT, temperature=0.6, do_inference_logprobs=from_sampler, **cut)
@@ -233,7 +237,8 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
         assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
         assert metrics["grad_norm"] > 0.01
     whole = learner.token_scores(random_params(), replace(batch, support=None)).logprobs
-    assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
+    found = np.abs(whole - batch.sample_logprobs)[batch.mask].max()
+    assert found > 0.01, "without the support it would not be"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +282,7 @@ def test_epochs_end_when_the_policy_has_moved_far_enough():
         assert metrics["approx_kl"] == pytest.approx(np.mean(metrics["updates/approx_kl"]))
 
 
-def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_comes_again():
+def test_update_that_is_not_finite_is_skipped_and_ends_the_run():
     skipped = []
     learner = make_learner(do_inference_logprobs=True, ppo_epochs=1)
     learner = replace(learner, on_skipped=skipped.append)
@@ -289,7 +294,8 @@ def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_c
     assert (skipped[0].tokens == updates[0].minibatch.tokens).all()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), random_params())
     state, *_ = train_step(learner, state, batch, step=2)
-    assert int(state.num_skipped) == 0 and int(state.step) == 2, "one that is finite ends the row"
+    assert int(state.num_skipped) == 0
+    assert int(state.step) == 2, "one that is finite ends the row"
     state, *_ = train_step(learner, state, bad, step=3)
     with pytest.raises(FloatingPointError, match="3 updates in a row .* lower --lr"):
         train_step(learner, state, bad, step=4)
@@ -311,7 +317,7 @@ def test_the_kl_is_that_to_the_reference():
     ("lr_schedule", "num_live", "is_early_end", "expected"),
     [("constant", 8, False, 6), ("linear", 8, True, 2), ("linear", 4, False, 3), ("cosine", 4, True, 2)],
 )
-def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_schedule, num_live, is_early_end, expected):
+def test_learning_rate_does_not_depend_on_the_updates_made(lr_schedule, num_live, is_early_end, expected):
     """Groups that are dropped and epochs that --target_kl ends make updates fewer, not the schedule longer."""
     target_kl = 1e-9 if is_early_end else 0.0
     learner = make_learner(

@@ -1,10 +1,11 @@
-"""Meshes: a step of GRPO of models/tiny is the same on all of them, what is large is cut, and little is sent."""
+"""Meshes: a step of GRPO of a small model is the same on all of them, what is large is cut, and little is sent."""
 
 import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +21,23 @@ from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.extensions.notes import describe_padding
 from core.learner import accumulate, apply_gradients
-from core.records import Batch
+from core.records import Batch, Completions
 from core.sampler import Sampler
 from models import decoder
 from models.cache import gather_cache
 from models.checkpoint import load_model
 from models.distribution import Distribution
 from models.memory import weights_bytes
+from models.names import Params
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
 from models.state import init_state
-from tests.helpers import HYBRID, MODEL, ROOT, assert_close, depth, gradient_depth, on_layout, rounding, slow
-from tests.kill_runs import reproducible
+from tests.helpers import HYBRID, MODEL, assert_close, depth, gradient_depth, on_layout, rounding, slow, write_one_layer
+from tests.kill_runs import arguments, reproducible
 from tests.processes import start_processes, wait
 from utils.batching import MicrobatchShape, empty_rows
 from utils.devices import sharding
-from utils.devices.sharding import bytes_on_device, sharding_of, single_device
+from utils.devices.sharding import Layout, bytes_on_device, sharding_of, single_device
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
@@ -43,7 +45,6 @@ from utils.settings.lmpo import LMPO
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
 NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)
 FLAGS = {
-    "model_dir": ROOT / "models" / "tiny",
     "env_name": "poem",
     "test_env_name": "poem-test",
     "groups_per_batch": 2,
@@ -70,54 +71,73 @@ SURPRISE = 10.0  # nats of an unlikely token, which metrics are made from
 WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generation_tokens"]  # of a row, of a batch
 
 
-def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
-    """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
-    records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
-    expected = iter(list(records))
-    sample = Sampler.draw
-    drawn = []
-    load_weights, loaded = Sampler.load_weights, []
+class Replaying(NamedTuple):
+    """Takes the draws of a step back that fall on the other side of an edge, and shows that they do."""
 
-    def load(self, params):
-        loaded[:] = [params]
-        return load_weights(self, params)
+    expected: list[Completions]  # of the step that this one is compared with; empty: there is none
+    drawn: list[Completions]
+    params: list[Params]  # that were loaded last
 
-    def replay(self, weights, prompts, keys):
-        found = sample(self, weights, prompts, keys)
-        drawn.append(found)
-        if not records:
+    def load(self, sampler: Sampler, params: Params) -> Params:
+        self.params[:] = [params]
+        return LOAD_WEIGHTS(sampler, params)
+
+    def draw(self, sampler: Sampler, weights: Params, prompts: list[list[int]], keys: jax.Array) -> Completions:
+        found = DRAW(sampler, weights, prompts, keys)
+        self.drawn.append(found)
+        if not self.expected:
             return found
-        known = next(expected)
+        known = self.expected[len(self.drawn) - 1]
         for row in np.flatnonzero((found.tokens != known.tokens).any(axis=1)):
-            at = int(np.argmax(found.tokens[row] != known.tokens[row]))
-            assert (found.prompt_lengths == known.prompt_lengths).all()
-            assert at >= found.prompt_lengths[row]
-            tokens = known.tokens[row, :at][None]
-            logits = decoder.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
-            number = at - int(found.prompt_lengths[row])
-            key = jax.random.fold_in(jax.random.wrap_key_data(keys[row]), number)
-            distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
-            limit = rounding(depth(self.model, WIDTH), np.abs(logits).max())
-            assert distance < limit, f"row {row}, token {number}: the draw is {distance} away from the edge"
-            print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
+            self.assert_near_edge(sampler, found, known, row, keys[row])
         same = np.logical_and.accumulate(found.tokens == known.tokens, axis=1)
         # The last draws are those of the evaluation after the update, which comes from a gradient.
-        is_after = len(drawn) == len(records)
-        operations = (gradient_depth(self.model, WIDTH, NUM_TOKENS) if is_after else 0) + depth(self.model, WIDTH)
+        operations = depth(sampler.model, WIDTH)
+        if len(self.drawn) == len(self.expected):
+            operations += gradient_depth(sampler.model, WIDTH, NUM_TOKENS)
         assert_close(found.logprobs[same], known.logprobs[same], operations)
         return replace(known, num_recomputed=found.num_recomputed)  # one device draws in step
 
-    flags = FLAGS | flags | {"save_dir": folder}
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    Sampler.load_weights, Sampler.draw = load, replay
-    try:
-        grpo.main(parse(Config, argv, spellings=LMPO))
-    finally:
-        Sampler.load_weights, Sampler.draw = load_weights, sample
-    assert drawn
-    assert len(drawn) == len(records or drawn)
+    def assert_near_edge(
+        self,
+        sampler: Sampler,
+        found: Completions,
+        known: Completions,
+        row: int,
+        key: jax.Array,
+    ) -> None:
+        at = int(np.argmax(found.tokens[row] != known.tokens[row]))
+        start = int(found.prompt_lengths[row])
+        assert (found.prompt_lengths == known.prompt_lengths).all()
+        assert at >= start
+        params = sampler.layout.fetch(self.params[0])
+        logits = decoder.logits(sampler.model, params, jnp.asarray(known.tokens[row, :at][None]))[0, -1]
+        key = jax.random.fold_in(jax.random.wrap_key_data(key), at - start)
+        distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
+        limit = rounding(depth(sampler.model, WIDTH), np.abs(logits).max())
+        assert distance < limit, f"row {row}, token {at - start}: the draw is {distance} away from the edge"
+        print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
+
+
+LOAD_WEIGHTS = Sampler.load_weights
+DRAW = Sampler.draw
+
+
+def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
+    """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
+    records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
+    replaying = Replaying(records, [], [])
+    flags |= {"model_dir": recorded.parent / "model", "save_dir": folder}
+    config = parse(Config, arguments(**FLAGS | flags), spellings=LMPO)
+    with pytest.MonkeyPatch.context() as patch:
+        # What is drawn is compared with the record, and then replaced by it.
+        patch.setattr(Sampler, "load_weights", lambda *given: replaying.load(*given))
+        patch.setattr(Sampler, "draw", lambda *given: replaying.draw(*given))
+        grpo.main(config)
+    assert replaying.drawn
+    assert len(replaying.drawn) == len(records or replaying.drawn)
     if not records:
-        recorded.write_bytes(pickle.dumps(drawn))
+        recorded.write_bytes(pickle.dumps(replaying.drawn))
 
 
 def from_edge(logits, key, *tokens: int) -> float:
@@ -135,7 +155,8 @@ def from_edge(logits, key, *tokens: int) -> float:
 
 def step_on_mesh(folder: str, name: str) -> None:
     """A step under this sharding, in this process, on all devices that there are."""
-    folder, n = Path(folder), jax.device_count()
+    folder = Path(folder)
+    n = jax.device_count()
     flags = {"rollout_tp": n} if name == "rollout_tp" else {"sharding": name}
     step_of_grpo(folder / f"{n}-{name}", folder / "recorded", **flags)
 
@@ -152,6 +173,7 @@ def hosts_step(folder: str, num_processes: int) -> None:
 def runs(tmp_path_factory) -> Path:
     """Folder of runs, with the one that the others are compared with: on 1 device."""
     folder = tmp_path_factory.mktemp("runs")
+    write_one_layer(folder / "model")
     step_on_mesh(str(folder), "dp")
     return folder
 
@@ -172,13 +194,13 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
         wait(start_processes(CALL + call, num_devices=2, num_processes=n))
     else:
         wait(start_processes(f"{CALL}step_on_mesh({str(runs)!r}, {second!r})", num_devices=int(first)))
-    before = load_file(ROOT / "models" / "tiny" / "model.safetensors")
+    before = load_file(runs / "model" / "model.safetensors")
     expected, found = (load_file(runs / name / "step1" / "model.safetensors") for name in ("1-dp", case))
     assert max(np.abs(expected[name] - before[name]).max() for name in before) > 1e-3, "a step that can be seen"
     records = [read_jsonl(runs / name / "metrics.jsonl") for name in ("1-dp", case)]
     assert [r["global_step"] for r in records[1]] == [0, 1]
     assert records[0][1]["grad_norm"] > 0
-    model = load_model(FLAGS["model_dir"])[0]
+    model = load_model(runs / "model")[0]
     operations = gradient_depth(model, WIDTH, NUM_TOKENS)
     # Adam's first step is lr g / (|g| + eps): at its steepest it moves by lr / eps of what g does.
     moved = FLAGS["lr"] / FLAGS["adam_eps"] * rounding(operations, records[0][1]["grad_norm"])
@@ -214,47 +236,61 @@ def shardings_on_eight_devices() -> None:
     norm = params["model.norm.weight"]
     assert q.sharding.spec == P(None, "tp", "fsdp")
     assert norm.sharding.is_fully_replicated
-    assert params["model.embed_tokens.weight"].addressable_shards[0].data.size * 8 == MODEL.vocab_size * 32
+    found = params["model.embed_tokens.weight"].addressable_shards[0].data.size * 8
+    assert found == MODEL.vocab_size * 32
+    updated = shardings_of_an_update(layout, params)
+    shardings_of_the_sampler(layout, updated)
 
-    def same(tree) -> None:
-        jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
 
-    optimizer = make_optimizer(OptimizerConfig())
-    state = init_state(params, optimizer)
-    (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
-    same(moments.mu), same(moments.nu)
+def assert_same_shardings(tree: Params, params: Params) -> None:
+    for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
+        assert x.sharding.is_equivalent_to(p.sharding, p.ndim)
 
-    B, T = 8, 32
+
+def batch_of_ones(B: int, T: int) -> Batch:
     ones = np.ones((B, T), np.float32)
-    batch = Batch(
-        np.ones((B, T), np.int32),
-        ones > 0,
-        ones,
-        ones[:, 0],
-        np.full(B, T),
-        np.full(B, 1),
+    return Batch(
+        tokens=np.ones((B, T), np.int32),
+        mask=ones > 0,
+        sample_logprobs=ones,
+        rewards=ones[:, 0],
+        lengths=np.full(B, T),
+        prompt_lengths=np.full(B, 1),
         old_logprobs=-ones,
         advantages=ones,
         denominator=ones[:, 0],
         num_tokens=ones[:, 0],
     )
-    batch = layout.put(batch)
-    assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
-    distribution = Distribution()
-    settings = MODEL, ObjectiveConfig().loss, distribution
-    packing = layout.put(pack_rows(empty_rows(B, T), MicrobatchShape(2, T, 2 * T), shards=4))
-    (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
-    same(grads)
-    state, _ = apply_gradients(optimizer, 0, state, grads)
-    same(state.params)
 
-    sampler = Sampler(MODEL, 8, (3,), layout=layout)
-    weights = sampler.load_weights(state.params)
+
+def shardings_of_an_update(layout: Layout, params: Params) -> Params:
+    B, T = 8, 32
+    optimizer = make_optimizer(OptimizerConfig())
+    state = init_state(params, optimizer)
+    states = jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+    (moments,) = (x for x in states if hasattr(x, "mu"))
+    assert_same_shardings(moments.mu, params)
+    assert_same_shardings(moments.nu, params)
+    batch = layout.put(batch_of_ones(B, T))
+    assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
+    packing = layout.put(pack_rows(empty_rows(B, T), MicrobatchShape(2, T, 2 * T), shards=4))
+    sums = (zeros, np.float32(0))
+    (grads, _), _ = accumulate(MODEL, ObjectiveConfig().loss, Distribution(), params, sums, batch, packing)
+    assert_same_shardings(grads, params)
+    state, _ = apply_gradients(optimizer, 0, state, grads)
+    assert_same_shardings(state.params, params)
+    return state.params
+
+
+def shardings_of_the_sampler(layout: Layout, params: Params) -> None:
+    weights = Sampler(MODEL, 8, (3,), layout=layout).load_weights(params)
     specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
     assert not any("fsdp" in spec or "data" in spec for spec in specs)
     assert any("tp" in spec for spec in specs)
-    prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
+    zeros = np.zeros(16, np.int32)
+    starts = np.zeros(8, np.int32)
+    prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), starts)))
     source = layout.put(np.arange(16, dtype=np.int32) // 2)
     caches = gather_cache(prefix, source, 48)
     by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
@@ -262,13 +298,11 @@ def shardings_on_eight_devices() -> None:
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
     text = gather_cache.lower(prefix, source, 48).compile().as_text()
     assert not hlo.transfers(text, [0] * 8)
-    zeros = np.zeros(16, np.int32)
-    starts = np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))
     decode = jax.jit(decoder.decode, static_argnums=0)
     logits, *_ = decode(MODEL, weights, prefix, caches, rows[0][:, None], np.int32(0), starts)
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
-    settings = MODEL, distribution, 4
+    settings = MODEL, Distribution(), 4
     caches, (tokens, *_) = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)

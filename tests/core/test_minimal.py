@@ -11,10 +11,11 @@ import pytest
 from core import minimal
 from core.advantages import compute_advantages
 from core.config import Config
-from core.learner import Learner
+from core.learner import Learner, Update
 from core.records import Batch
 from core.sampler import Sampler
 from models.distribution import Distribution
+from models.names import Params
 from models.state import init_state
 from tests.helpers import MODEL, assert_close, gradient_depth, on_layout, random_params
 from utils.devices.sharding import single_device
@@ -35,6 +36,7 @@ def small_sizes(monkeypatch):
         "MAX_NEW_TOKENS": MAX_NEW_TOKENS,
     }
     for name, size in sizes.items():
+        # The page has constants instead of options.
         monkeypatch.setattr(minimal, name, size)
 
 
@@ -55,6 +57,7 @@ def sample(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def test_greedy_tokens_are_those_of_the_sampler(monkeypatch):
+    # Greedy tokens do not depend on how random numbers are made.
     monkeypatch.setattr(jax.random, "categorical", lambda key, logits: logits.argmax(-1))
     tokens, prompt_lengths, lengths = sample(repeat(random_prompts()))
     sampler = Sampler(MODEL, MAX_NEW_TOKENS, STOP_IDS, Distribution(temperature=0.0))
@@ -68,9 +71,34 @@ def test_greedy_tokens_are_those_of_the_sampler(monkeypatch):
     assert not tokens[:, width:].any()
 
 
+def batch_of(tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, rewards: np.ndarray) -> Batch:
+    columns = np.arange(WIDTH)
+    mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
+    return Batch(
+        tokens=tokens,
+        mask=mask,
+        sample_logprobs=np.zeros(mask.shape, np.float32),
+        rewards=rewards,
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        group_size=GROUP_SIZE,
+    )
+
+
+def learner_gradient(config: Config, batch: Batch) -> tuple[Params, Update]:
+    """Returns the gradient of an update in several micro-batches, by plain descent with rate 1, and the update."""
+    layout = single_device()
+    learner = Learner(MODEL, optax.sgd(1.0), layout, config, MAX_NEW_TOKENS, tokens_per_microbatch=128)
+    before = init_state(on_layout(layout), learner.optimizer)
+    after, update = learner.update(before, batch, fraction_done=0.0)
+    assert len(update.parts) > 1
+    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), after.params), update
+
+
 def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
     """On the same rollouts, in micro-batches; one group has no signal and leaves the batch."""
     objective = replace(minimal.OBJECTIVE, entropy_coef=0.02)
+    # The page has constants instead of options.
     monkeypatch.setattr(minimal, "OBJECTIVE", objective)
     prompts = repeat(random_prompts())
     tokens, prompt_lengths, lengths = sample(prompts)
@@ -88,20 +116,10 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
         group_size=GROUP_SIZE,
         ppo_minibatch=0,
     )
-    columns = np.arange(WIDTH)
-    mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
-    batch = Batch(
-        tokens, mask, np.zeros(mask.shape, np.float32), rewards, lengths, prompt_lengths, group_size=GROUP_SIZE
-    )
-    batch = compute_advantages(batch, config.objective)
+    batch = compute_advantages(batch_of(tokens, prompt_lengths, lengths, rewards), config.objective)
     assert len(batch) < len(prompts)
     assert batch.advantages.any()
-
-    layout = single_device()
-    learner = Learner(MODEL, optax.sgd(1.0), layout, config, MAX_NEW_TOKENS, tokens_per_microbatch=128)
-    state, update = learner.update(init_state(on_layout(layout), learner.optimizer), batch, fraction_done=0.0)
-    assert len(update.parts) > 1, "micro-batches"
-    expected = jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params)
+    expected, update = learner_gradient(config, batch)
     size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     assert size > 0.01
     num_operations = gradient_depth(MODEL, WIDTH, batch.mask.sum())
@@ -111,9 +129,11 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
 
 
 def test_a_page_without_options_has_a_help(monkeypatch, capsys):
+    # The command line.
     monkeypatch.setattr("sys.argv", ["core/minimal.py", "--help"])
     runpy.run_path(minimal.__file__, run_name="__main__")
     assert capsys.readouterr().out.startswith("GRPO on one page")
+    # The command line.
     monkeypatch.setattr("sys.argv", ["core/minimal.py", "--lr"])
     with pytest.raises(SystemExit, match="has no options"):
         runpy.run_path(minimal.__file__, run_name="__main__")

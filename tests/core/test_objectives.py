@@ -273,57 +273,63 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
 # What leaves the batch
 
 
+SIX_GROUPS = {
+    "advantage": "group_mean",
+    "objective": "reinforce",
+    "entropy_coef": 0.0,
+    "groups_per_batch": 6,
+    "group_size": G,
+    "ppo_minibatch": 8,
+}
+
+
 @pytest.mark.parametrize("do_truncation_filter", [False, True])
 @pytest.mark.parametrize("do_group_filter", [False, True])
 @pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
 def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_group_filter, do_truncation_filter):
     """For -A log p, summed over a step's minibatches of 8 rollouts; `constant` is Dr. GRPO's, whatever has left."""
-    config = make_config(
-        Config,
-        advantage="group_mean",
-        objective="reinforce",
-        loss_normalization=normalization,
-        entropy_coef=0.0,
-        groups_per_batch=6,
-        group_size=G,
-        ppo_minibatch=8,
-        do_group_filter=do_group_filter,
-        do_truncation_filter=do_truncation_filter,
-    )
+    filters = {"do_group_filter": do_group_filter, "do_truncation_filter": do_truncation_filter}
+    config = make_config(Config, **SIX_GROUPS, **filters, loss_normalization=normalization)
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
     batch = replace(
         random_batch(8, rewards),
         old_logprobs=None,
         values=None,
         ref_logprobs=None,
+        tokens=np.tile(np.arange(6 * G)[:, None], T),  # which say the row that they are from
     )
-    batch = replace(batch, tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
     found = np.zeros((6 * G, T))
-    sizes = []
     expected = np.zeros((6 * G, T))
+    sizes = []
     for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
-        sizes.append(len(minibatch.rewards))
         rows = minibatch.tokens[:, 0]
-        masks = batch.mask[minibatch.tokens[:, 0]]
-        piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
-        piece = select_rows(piece, np.resize(np.arange(len(rows)), 8))
-        piece.mask[len(rows) :] = False  # rows that only fill the shape up
-        zeros = np.zeros(piece.mask.shape)
-        found[rows] = learn(zeros - 1, zeros, piece, config.objective)[0][: len(rows)]
-        for row in rows:
-            divisor = {
+        sizes.append(len(rows))
+        found[rows] = gradient_of_minibatch(minibatch, config)
+        masks = batch.mask[rows]
+        for row, mask in zip(rows, masks, strict=True):
+            group = rewards[row // G * G : row // G * G + G]
+            divisors = {
                 "constant": 8 * LIMIT,
                 "token_mean": masks.sum(),
-                "sequence_mean": len(rows) * max(1, batch.mask[row].sum()),
-            }[normalization]
-            group = rewards[row // G * G : row // G * G + G]
-            expected[row] = -(rewards[row] - mean(group)) / divisor * batch.mask[row]
+                "sequence_mean": len(rows) * max(1, mask.sum()),
+            }
+            expected[row] = -(rewards[row] - mean(group)) / divisors[normalization] * mask
     leaves = np.repeat(np.ptp(rewards.reshape(-1, G), axis=1) == 0, G) & do_group_filter
     leaves |= ~batch.finished & do_truncation_filter
     num_rows = 6 * G - leaves.sum()
     assert sum(sizes) == num_rows
     assert len(sizes) == math.ceil(num_rows / 8)
     assert_close(found, expected, B * T)
+
+
+def gradient_of_minibatch(minibatch: Batch, config: Config) -> jax.Array:
+    """Returns the gradient of its rows, in a shape of eight rows of which the last ones are filled up."""
+    num_rows = len(minibatch.rewards)
+    piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
+    piece = select_rows(piece, np.resize(np.arange(num_rows), 8))
+    piece.mask[num_rows:] = False
+    zeros = np.zeros(piece.mask.shape)
+    return learn(zeros - 1, zeros, piece, config.objective)[0][:num_rows]
 
 
 # Advantages
@@ -351,7 +357,8 @@ def test_advantages(advantage, flags):
     assert found.row.tolist() == rows.tolist()
     assert_close(found.advantages, expected[rows], B * T, SURPRISE)
     has_signal = np.array(signal)[rows]
-    assert not found.advantages[~has_signal].any() and not found.advantages[~found.mask].any(), "exactly 0"
+    assert not found.advantages[~has_signal].any()
+    assert not found.advantages[~found.mask].any(), "exactly 0"
     assert (found.returns is not None) == (advantage == "gae")
     if advantage == "gae":
         returns = (gae(batch, config) + batch.values)[rows]
@@ -427,7 +434,7 @@ def test_a_group_without_signal_has_no_gradient(objective):
 
 
 @pytest.mark.parametrize("do_group_filter", [True, False])
-def test_best_k_imitates_groups_that_are_all_right_without_the_filter(do_group_filter):
+def test_best_k_imitates_equal_groups_without_the_filter(do_group_filter):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     found = compute_advantages(batch, ObjectiveConfig(advantage="best_k", do_group_filter=do_group_filter))
     best = [5, 7] if do_group_filter else [0, 1, 5, 7]
@@ -454,7 +461,7 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
 
 
-def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
+def test_group_has_no_signal_with_fewer_than_two_grades():
     config = ObjectiveConfig()
     rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
     signal = has_signal(np.float32(rewards).reshape(-1, G), config)
@@ -463,8 +470,9 @@ def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
     assert found.row.tolist() == [9, 10, 12, 13, 15]
 
 
-def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monkeypatch):
+def test_group_leaves_if_a_failed_grader_makes_it_nan(monkeypatch):
     mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
+    # An advantage of a user.
     monkeypatch.setitem(ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
     found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
@@ -478,6 +486,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     def half_of_group_mean(rewards, batch, config):
         return 0.5 * (rewards - rewards.mean(axis=1, keepdims=True)) + 1
 
+    # An advantage of a user.
     monkeypatch.setitem(ADVANTAGES, "mine", half_of_group_mean)
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     for do_group_filter in (True, False):
@@ -495,7 +504,8 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
 @pytest.mark.parametrize("value_clip", [0.2, 0.0, 0.5])
 def test_value_loss(value_clip):
     config = ObjectiveConfig(advantage="gae", value_clip=value_clip)
-    batch, rng = random_batch(7), np.random.default_rng(7)
+    batch = random_batch(7)
+    rng = np.random.default_rng(7)
     returns = np.float32(gae(batch, config) + batch.values)
     batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
@@ -504,7 +514,8 @@ def test_value_loss(value_clip):
     sides = set()
 
     def oracle(v, i, t):
-        old, R = float(batch.values[i, t]), float(returns[i, t])
+        old = float(batch.values[i, t])
+        R = float(returns[i, t])
         clipped = min(max(v, old - value_clip), old + value_clip) if value_clip else v
         return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
 
@@ -537,7 +548,7 @@ def test_without_old_logprobs_the_ratio_is_one(objective):
         assert_close(metrics["importance_ratio"], 1, B * T)
 
 
-def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
+def test_countdown_recipe_has_the_scaled_gradient_of_lmpo():
     """kvfrans/lmpo: means over all columns, also of the entropy: the token mean times the share of trained columns."""
     script = (ROOT / "runs" / "countdown.sh").read_text().replace("\\\n", " ")
     flags = shlex.split(script.partition("core/grpo.py")[2])
@@ -560,6 +571,45 @@ def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
         assert_close(found, expected / mask.mean(), B * T, SURPRISE * np.abs(expected).max())
 
 
+def k3(x: np.ndarray) -> np.ndarray:
+    return np.exp(-x) + x - 1
+
+
+def metrics_of_ratios(log_ratio: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of p / p_old."""
+    ratio = np.exp(log_ratio)
+    return {
+        "approx_kl": k3(-log_ratio).mean(),
+        "importance_ratio": ratio.mean(),
+        "importance_ratio_magnitude": np.abs(ratio - 1).mean(),
+        "importance_ratio_max": ratio.max(),
+        "importance_ratio_min": ratio.min(),
+    }
+
+
+def metrics_of_recomputation(old: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
+    """Returns the metrics of p_old / p_sample."""
+    log_w = old - sampled
+    w = np.exp(log_w)
+    found = {
+        "prob_diff": np.abs(np.exp(old) - np.exp(sampled)).mean(),
+        "logprob_diff": np.abs(log_w).mean(),
+        "logprob_diff_max": np.abs(log_w).max(),
+        "kl": k3(-log_w).mean(),
+        "ratio": w.mean(),
+        "effective_sample_share": w.mean() ** 2 / (w**2).mean(),
+    }
+    return {f"inference_recompute/{name}": x for name, x in found.items()}
+
+
+def assert_distribution(histogram: np.ndarray, quantile: float, log_ratio: np.ndarray) -> None:
+    expected = np.quantile(np.exp(log_ratio), 0.99, method="inverted_cdf")
+    assert quantile == pytest.approx(expected, rel=0.006)
+    edges = [-np.inf, *(LOG_RATIOS[1:] - 0.005), np.inf]
+    counts = np.histogram(log_ratio, edges)[0] / len(log_ratio)
+    assert_close(histogram, counts, B * T, 1.0)
+
+
 @pytest.mark.parametrize("kl", KL)
 @pytest.mark.parametrize("objective", CHOICES["objective"])
 def test_metrics(objective, kl):
@@ -567,41 +617,25 @@ def test_metrics(objective, kl):
     batch = credited(ObjectiveConfig(do_group_filter=False, **KL[kl]), seed=1)[0]
     new, entropy = new_logprobs(batch, config, 4)
     found = reduce_metrics([learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)[1]])
-    mask, a = batch.mask, np.float64(batch.advantages)
-    log_ratio = np.float64(new)[mask] - np.float64(batch.old_logprobs)[mask]
-    log_w = np.float64(batch.old_logprobs)[mask] - np.float64(batch.sample_logprobs)[mask]
-    old_and_sampled = [np.exp(np.float64(x)[mask]) for x in (batch.old_logprobs, batch.sample_logprobs)]
+    mask = batch.mask
+    a = np.float64(batch.advantages)
+    p, old, sampled = (np.float64(x)[mask] for x in (new, batch.old_logprobs, batch.sample_logprobs))
     slope = slopes(oracle_policy, new, a, batch, config)
     loss = oracle_loss(new, new, entropy, a, batch, config).sum()
-    expected = {
+    expected = metrics_of_ratios(p - old) | metrics_of_recomputation(old, sampled)
+    expected |= {
         "loss": loss,
+        "policy_loss": loss - oracle_loss(new, new, entropy, 0 * a, batch, config).sum(),
         "entropy": entropy[mask].mean(),
-        "approx_kl": (np.exp(log_ratio) - 1 - log_ratio).mean(),
+        "entropy_loss": -config.entropy_coef * entropy[mask].mean(),
         "clip_fraction": ((slope == 0) & (a != 0))[mask].mean(),
         "masked_fraction": 0.0,
-        "entropy_loss": -config.entropy_coef * entropy[mask].mean(),
-        "logprob": new[mask].mean(),
-        "importance_ratio": np.exp(log_ratio).mean(),
-        "importance_ratio_magnitude": np.abs(np.exp(log_ratio) - 1).mean(),
-        "importance_ratio_max": np.exp(log_ratio).max(),
-        "importance_ratio_min": np.exp(log_ratio).min(),
-        "importance_ratio_q99": pytest.approx(np.quantile(np.exp(log_ratio), 0.99, method="inverted_cdf"), rel=0.006),
-        "inference_recompute/prob_diff": np.abs(np.subtract(*old_and_sampled)).mean(),
-        "inference_recompute/logprob_diff": np.abs(log_w).mean(),
-        "inference_recompute/logprob_diff_max": np.abs(log_w).max(),
-        "inference_recompute/kl": (np.exp(log_w) - 1 - log_w).mean(),
-        "inference_recompute/ratio": np.exp(log_w).mean(),
-        "inference_recompute/effective_sample_share": np.exp(log_w).mean() ** 2 / (np.exp(log_w) ** 2).mean(),
+        "logprob": p.mean(),
     }
-    no_policy = oracle_loss(new, new, entropy, 0 * a, batch, config).sum()
-    expected["policy_loss"] = loss - no_policy
     if config.kl_coef:
-        x = np.float64(new)[mask] - np.float64(batch.ref_logprobs)[mask]
-        expected["kl"] = {"k2": x**2 / 2, "k3": np.exp(-x) + x - 1}[config.kl_estimator or "k3"].mean()
-    assert found.pop("importance_ratio_q99") == expected.pop("importance_ratio_q99")
-    edges = [-np.inf, *(LOG_RATIOS[1:] - 0.005), np.inf]
-    counts = np.histogram(log_ratio, edges)[0] / mask.sum()
-    assert_close(found.pop("importance_ratio_histogram"), counts, B * T, 1.0)
+        x = p - np.float64(batch.ref_logprobs)[mask]
+        expected["kl"] = (x**2 / 2 if config.kl_estimator == "k2" else k3(x)).mean()
+    assert_distribution(found.pop("importance_ratio_histogram"), found.pop("importance_ratio_q99"), p - old)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert_close(found[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
@@ -696,7 +730,7 @@ FORMULAS = {  # clip to [0.8, 1.28], dual clip 3
 
 
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
-def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, normalization):
+def test_description_is_the_formula_and_nothing_unread(objective, normalization):
     warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
     for advantage in CHOICES["advantage"]:
         A = {"reinforce": "r", "none": "0"}.get(advantage) or FORMULAS[advantage]

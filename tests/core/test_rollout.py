@@ -88,7 +88,7 @@ def test_the_bound_on_tokens_is_one(folder):
         assert bound(problem) >= len(encode(problem)), messages
 
 
-def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
+def test_start_ends_in_one_sentence_if_all_prompts_are_long():
     advice = "the shortest has [0-9]+: raise --prompt_length"
     for name in ("countdown", "poem-test"):
         with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens, {advice}"):
@@ -96,13 +96,14 @@ def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
 
 
 @pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
-def test_what_was_dropped_is_named_with_the_number_of_the_problem(every, num_dropped, first):
+def test_dropped_text_is_named_with_its_problem(every, num_dropped, first):
     words = f"mine: {num_dropped} prompts of more than 40 tokens left out, from problem {first} on"
     assert find_tasks("mine", Rows(30, every), in_letters, LIMIT)[1] == words
 
 
-def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():
-    env, tokenizer = Rows(10, 10, is_generated=True), Letters()
+def test_long_prompt_is_named_if_the_sample_missed_it():
+    env = Rows(10, 10, is_generated=True)
+    tokenizer = Letters()
     sampler = Sampler(MODEL, 8, (), max_prompt_tokens=LIMIT, tokenizer=tokenizer)
     worker = RolloutWorker(env, "mine", tokenizer, sampler, None, single_device(), 4)
     words = "^the prompt of problem 9 of mine has 41 tokens, more than 40: raise --prompt_length "
@@ -194,7 +195,7 @@ def test_facts_on_rows_are_said_once(tmp_path):
     assert lines[2:] == ["dataset: 7 problems"], "of another file"
 
 
-def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):
+def test_nothing_is_forced_if_no_form_is_given_or_shown(tmp_path):
     path = tmp_path / "rows.jsonl"
     starts = {
         "Name a river.": "",
@@ -340,6 +341,7 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
         (grpo, "load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
         (sampling, "load_model", parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)])),
     ):
+        # Ends the command when it reads a model.
         monkeypatch.setattr(module, name, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):
             module.main(config)
@@ -361,7 +363,7 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
 
 
 @pytest.mark.parametrize("options, is_named", [("", True), ("plain=true", False)])
-def test_a_model_without_a_chat_template_is_named_unless_that_is_meant(options, is_named):
+def test_model_without_chat_template_is_named_if_not_meant(options, is_named):
     model, _, tokenizer = load_model(ROOT / "tests" / "fixtures" / "qwen3-tied")
     config = parse(Config, ["--env_name", "poem", "--env_options", options, "--num_generation_tokens", "24"])
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]

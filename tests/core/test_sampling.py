@@ -3,16 +3,19 @@
 Letters: N prompts, G samples of each, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from threading import Barrier, Event
 from time import sleep
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Float, Int
 
 from core.chains.attach import with_forced_answer
 from core.chains.pages import with_pages
@@ -20,7 +23,9 @@ from core.records import Completions
 from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
+from models.architecture import Decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
+from models.names import Array
 from tests.helpers import HYBRID, MODEL, GrowingSampler, Letters, assert_close, depth, on_layout, random_params, slow
 from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
 from tests.processes import on_four_devices
@@ -29,16 +34,51 @@ from utils.devices.startup import DeviceConfig, make_layout
 from utils.devices.threads import between_turns, take_turns
 from utils.threefry import make_key
 
-LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
+LIMIT = 32  # tokens of a completion
+WIDTH = 48  # of a row of the reference, which holds every row here
 KEY = jax.random.key(35)
 IDS = (11, 4, 290, 0, 5)
 G = 4
-PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 7, 1, 9))]
-OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0  # of a log-probability; no logit of the model is larger
+OPERATIONS = depth(MODEL, WIDTH)  # of a log-probability
+LOGIT = 12.0  # no logit of the model is larger
 ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
 
 
-def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G, segment: int = 8) -> Completions:
+def random_prompt(seed: int, length: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, MODEL.vocab_size, length).tolist()
+
+
+PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((3, 12, 7, 1, 9))]
+
+
+class Row(NamedTuple):
+    """A completion, without its prompt and its padding."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    finished: bool
+
+    def up_to(self, ends: list[int]) -> "Row":
+        """Returns the row up to the first of these lengths."""
+        end = min(ends, default=LIMIT)
+        return Row(self.tokens[:end], self.logprobs[:end], bool(ends))
+
+    def ends_by(self, ids: Collection[int]) -> list[int]:
+        """Returns the lengths at which one of these ids ends the row."""
+        return [t + 1 for t, token in enumerate(self.tokens) if token in ids]
+
+
+Rows = dict[tuple[int, int], Row]  # by task and number of the sample
+
+
+def draw_all(
+    sampler: Sampler,
+    prompts: Sequence[list[int]] = PROMPTS,
+    ids: Sequence[int] = IDS,
+    num_samples: int = G,
+    segment: int = 8,
+) -> Completions:
     """Draws all completions, in several segments each."""
     sampler = replace(sampler, segment=segment)
     weights = sampler.load_weights(random_params(sampler.model))
@@ -51,27 +91,33 @@ def free(temperature: float = 1.0) -> Completions:
     return draw_all(Sampler(MODEL, LIMIT, (), Distribution(temperature)))
 
 
-def completions(r: Completions, ids=IDS, num_samples: int = G) -> dict[tuple[int, int], tuple]:
-    """What was drawn, by (task, sample)."""
-    rows = [(i, sample) for i in ids for sample in range(num_samples)]
-    parts = zip(rows, r.tokens, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
-    return {row: (x[p:end].tolist(), logp[p:end], bool(done)) for row, x, logp, p, end, done in parts}
+def completions(r: Completions, ids: Sequence[int] = IDS, num_samples: int = G) -> Rows:
+    found = {}
+    names = [(i, sample) for i in ids for sample in range(num_samples)]
+    for row, name in enumerate(names):
+        behind_prompt = slice(r.prompt_lengths[row], r.lengths[row])
+        tokens = r.tokens[row, behind_prompt].tolist()
+        found[name] = Row(tokens, r.logprobs[row, behind_prompt], bool(r.finished[row]))
+    return found
 
 
-def assert_same(found: dict, expected: dict) -> None:
+def assert_same(found: Rows, expected: Rows) -> None:
     assert found.keys() <= expected.keys()
-    for row, (tokens, logprobs, finished) in found.items():
-        assert (tokens, finished) == (expected[row][0], expected[row][2]), row
-        assert_close(logprobs, expected[row][1], OPERATIONS, LOGIT)
+    for name, row in found.items():
+        assert row.tokens == expected[name].tokens, name
+        assert row.finished == expected[name].finished, name
+        assert_close(row.logprobs, expected[name].logprobs, OPERATIONS, LOGIT)
 
 
-def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
+def assert_well_formed(r: Completions, forced: Mapping[int, Mapping[int, int]] = MappingProxyType({})) -> None:
     """Prompts stand in front, the mask covers the completion but for forced tokens, the rest is padding."""
     for row, prompt in enumerate(p for p in PROMPTS for _ in range(G)):
-        p, end = int(r.prompt_lengths[row]), int(r.lengths[row])
+        p = int(r.prompt_lengths[row])
+        end = int(r.lengths[row])
         assert p == len(prompt)
         assert r.tokens[row, :p].tolist() == prompt
-        mask = [p <= t < end and not forced(row, t - p) for t in range(r.tokens.shape[1])]
+        is_drawn = [t - p not in forced.get(row, ()) for t in range(r.tokens.shape[1])]
+        mask = [p <= t < end and is_drawn[t] for t in range(r.tokens.shape[1])]
         assert r.mask[row].tolist() == mask
         assert not r.logprobs[row, :p].any()
         assert not r.logprobs[row, end:].any()
@@ -79,6 +125,19 @@ def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
 
 
 teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+
+
+def assert_training_logprobs(r: Completions, model: Decoder = MODEL, temperature: float = 1.0) -> None:
+    """Log-probabilities are those of the training pass, and 0 for forced tokens and padding."""
+    found, *_ = teacher_forced(model, random_params(model), r.tokens, Distribution(temperature))
+    expected = np.where(r.mask, found, 0.0)
+    operations = depth(model, max(WIDTH, r.tokens.shape[1]))
+    assert_close(r.logprobs, expected, operations, LOGIT / temperature)
+
+
+@jax.jit
+def logits_of(tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    return decoder.logits(MODEL, random_params(), tokens)
 
 
 def one_by_one(
@@ -95,26 +154,29 @@ def one_by_one(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_training_pass(temperature):
     r = free(temperature)
-    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution(temperature))
-    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT / temperature)
+    assert_training_logprobs(r, temperature=temperature)
     assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
 
 
-def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
+def test_an_int8_cache_is_half_as_large_and_rounds_to_127_steps():
     model = replace(MODEL, kv_dtype="int8")
     weights = Sampler(model, LIMIT, ()).load_weights(random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
-    caches, exact = (prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
-    assert (
-        sum(x.nbytes for x in jax.tree.leaves(caches))
-        == tokens.size * model.cache_bytes
-        < tokens.size * (MODEL.cache_bytes / 2)
-    )
+    starts = np.zeros(1, np.int32)
+    caches = prefill(model, weights, tokens, starts)
+    exact = prefill(MODEL, weights, tokens, starts)
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(caches))
+    assert num_bytes == tokens.size * model.cache_bytes
+    assert num_bytes < tokens.size * MODEL.cache_bytes / 2
     for kept, true in zip(caches[0], exact[0], strict=True):  # of the first layer, whose input is the same
         true = np.asarray(true, np.float64)
         step = np.abs(true).max(-1, keepdims=True) / 127
-        assert (np.abs(np.asarray(kept.integers) * np.asarray(kept.scale, np.float64) - true) <= 0.501 * step).all()
-    r = draw_all(Sampler(model, LIMIT, ()))
+        rounded = np.asarray(kept.integers) * np.asarray(kept.scale, np.float64)
+        assert (np.abs(rounded - true) <= 0.501 * step).all()
+
+
+def test_an_int8_cache_is_nearly_as_good():
+    r = draw_all(Sampler(replace(MODEL, kv_dtype="int8"), LIMIT, ()))
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution())
     error = np.abs(r.logprobs - expected)[r.mask]
     assert 1e-5 < error.mean() < 0.02
@@ -126,15 +188,18 @@ def test_tokens_are_those_of_a_loop_without_cache(temperature):
     found = completions(free(temperature))
     for prompt, task in zip(PROMPTS, IDS, strict=True):
         for sample in (0, 3) if temperature else (0,):
-            assert found[task, sample][0] == one_by_one(prompt, task, sample, Distribution(temperature))
+            expected = one_by_one(prompt, task, sample, Distribution(temperature))
+            assert found[task, sample].tokens == expected
     if temperature:
-        assert len({tuple(tokens) for tokens, *_ in found.values()}) == len(ROWS), "each row its own draws"
+        different = {tuple(row.tokens) for row in found.values()}
+        assert len(different) == len(ROWS), "each row its own draws"
 
 
 def test_greedy_takes_the_likeliest_token():
     r = free(0.0)
-    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))[:, :-1]
-    np.testing.assert_array_equal(r.tokens[:, 1:][r.mask[:, 1:]], logits.argmax(-1)[r.mask[:, 1:]])
+    likeliest = logits_of(r.tokens)[:, :-1].argmax(-1)
+    is_drawn = r.mask[:, 1:]
+    np.testing.assert_array_equal(r.tokens[:, 1:][is_drawn], likeliest[is_drawn])
 
 
 # What ends a completion
@@ -150,12 +215,17 @@ def test_without_stop_ids_completions_reach_the_limit():
 
 @cache
 def stop_ids() -> tuple[int, ...]:
-    """The id that fills the padding, the first token of some rows, the last one of another: rows end at once, later,
-    just at the limit, and never."""
+    """Ids with which rows end at once, later, just at the limit, and never.
+
+    They are the id that fills the padding, the first token of some rows, and the last one of another.
+    """
     rows = completions(free())
-    ids = {0, *(rows[i, 0][0][0] for i in IDS)}
-    unstopped = [tokens for tokens, *_ in rows.values() if not ids & set(tokens)]
-    return (*ids, next(tokens[-1] for tokens in unstopped if tokens[-1] not in tokens[:-1]))
+    ids = {0, *(rows[i, 0].tokens[0] for i in IDS)}
+    for row in rows.values():
+        *others, last = row.tokens
+        if not ids & set(row.tokens) and last not in others:
+            return (*ids, last)
+    raise AssertionError("change KEY")
 
 
 @cache
@@ -163,39 +233,42 @@ def stopped() -> Completions:
     return draw_all(Sampler(MODEL, LIMIT, stop_ids()))
 
 
-def cut(row: tuple, ends: list[int]) -> tuple:
-    """A free completion up to the first of these lengths."""
-    tokens, logprobs, _ = row
-    return tokens[: min(ends, default=LIMIT)], logprobs[: min(ends, default=LIMIT)], bool(ends)
-
-
 def test_stop_ids_end_a_completion_and_belong_to_it():
-    expected = {
-        row: cut(x, [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()])
-        for row, x in completions(free()).items()
-    }
-    ends = [(len(tokens), finished) for tokens, _, finished in expected.values()]
-    assert {(1, True), (LIMIT, True), (LIMIT, False)} <= set(ends) and sum(n > 8 for n, _ in ends) <= 8, "change KEY"
-    assert any(tokens[-1] == 0 for tokens, *_ in expected.values()), "change KEY"
+    rows = completions(free())
+    expected = {name: row.up_to(row.ends_by(stop_ids())) for name, row in rows.items()}
+    ends = [(len(row.tokens), row.finished) for row in expected.values()]
+    kinds = {(1, True), (LIMIT, True), (LIMIT, False)}
+    assert kinds <= set(ends), "change KEY"
+    assert sum(n > 8 for n, _ in ends) <= 8, "change KEY"
+    assert any(row.tokens[-1] == 0 for row in expected.values()), "change KEY"
     assert_same(completions(stopped()), expected)
     assert_well_formed(stopped())
 
 
+def late_token(row: list[int], others: list[int]) -> int:
+    """Returns a token that comes late in a row, and not in others."""
+    early = {*row[:16], *others}
+    return next(x for x in row[16:] if x not in early)
+
+
+def ends_by_strings(row: Row, tokenizer: Letters, strings: Sequence[str]) -> list[int]:
+    """Returns the lengths at which the row's text contains one of the strings."""
+    texts = [tokenizer.decode(row.tokens[:n]) for n in range(1, LIMIT + 1)]
+    return [n for n, text in enumerate(texts, 1) if any(string in text for string in strings)]
+
+
 def test_stop_strings_cut_at_the_token_that_completes_one():
     rows = completions(free())
-    first, second, third = (rows[ROWS[i]][0] for i in (2, 7, 12))
-    word, stop = (
-        next(x for x in row[16:] if x not in row[:16] + first + other) for row, other in ((second, []), (third, second))
-    )
+    first, second, third = (rows[ROWS[i]].tokens for i in (2, 7, 12))
+    word = late_token(second, first)
+    stop = late_token(third, first + second)
     tokenizer = Letters({word: "<<STOP>>"})
     strings = (tokenizer.decode(first[7:9]), "STOP")  # one across two segments, one within a token
     expected = {}
-    for row, x in rows.items():
-        pieces = [tokenizer.decode([token]) for token in x[0]]
-        found = [start + len(s) for s in strings if (start := "".join(pieces).find(s)) >= 0]
-        ends = [n for n in range(1, LIMIT + 1) if found and len("".join(pieces[:n])) >= min(found)]
-        expected[row] = cut(x, ends + [t + 1 for t, token in enumerate(x[0]) if token == stop])
-    assert [len(expected[ROWS[i]][0]) for i in (2, 7)] == [9, second.index(word) + 1], "change KEY"
+    for name, row in rows.items():
+        expected[name] = row.up_to(ends_by_strings(row, tokenizer, strings) + row.ends_by([stop]))
+    lengths = [len(expected[ROWS[i]].tokens) for i in (2, 7)]
+    assert lengths == [9, second.index(word) + 1], "change KEY"
     r = draw_all(Sampler(MODEL, LIMIT, (stop,), stop_strings=strings, tokenizer=tokenizer))
     assert_same(completions(r), expected)
     assert_well_formed(r)
@@ -227,34 +300,43 @@ def test_threads_take_turns_and_an_error_ends_the_others():
         take_turns(fail, [0, 1], cancelled)
 
 
+FORCED_AT = 16
+
+
+def needed_ids(drawn: list[int], think: int, answer: int) -> list[int]:
+    """Returns the ids that are forced behind these; none if the row has ended, or answers already."""
+    if set(drawn) & set(stop_ids()) or answer in drawn:
+        return []
+    return [10, answer] if think in drawn else [think, 10, answer]
+
+
 def test_a_forced_answer_goes_to_rows_that_need_one():
-    rows, at = completions(free()), 16
-    drawn = [rows[row][0][:at] for row in ROWS if not set(rows[row][0][:at]) & set(stop_ids())]
-    think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
+    rows = {name: row.tokens[:FORCED_AT] for name, row in completions(free()).items()}
+    first, second, third, *_ = (row for row in rows.values() if not set(row) & set(stop_ids()))
+    others = (0, 10, *third)
+    think = next(t for t in first if t not in others)
+    answer = next(t for t in second if t not in others)
     tokenizer = Letters({think: "</think>", answer: "<answer>"})
     sampler = Sampler(MODEL, LIMIT, stop_ids(), tokenizer=tokenizer)
-    forcing, again = (with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")) for _ in range(2))
-    assert forcing == again, "members of a population draw together"
+    settings = (LIMIT - FORCED_AT, ForcedAnswer(opening="<think>\n"))
+    forcing = with_forced_answer(sampler, *settings)
+    assert forcing == with_forced_answer(sampler, *settings), "members of a population draw together"
     r = draw_all(forcing)
     found = completions(r)
     forced = {}
-    kinds = []
-    for number, ((task, sample), x) in enumerate(rows.items()):
-        kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
-        if kind == "needs":
-            ids = [10, answer] if think in x[0][:at] else [think, 10, answer]
-            forced[number] = dict(enumerate(ids, at))
-            kind = f"needs {len(ids)}"
-            prompt = PROMPTS[IDS.index(task)]
-            x = (one_by_one(prompt, task, sample, Distribution(), forced=forced[number]), None, False)
-        kinds.append(kind)
-        ends = [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()]
-        assert found[task, sample][0] == x[0][: min(ends, default=LIMIT)], kind
-        assert found[task, sample][2] == bool(ends)
-    assert set(kinds) == {"finished", "answers", "needs 2", "needs 3"}, "change KEY"
-    assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
-    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
-    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT, err_msg="0 for forced tokens")
+    sizes = []
+    for number, (row, tokens) in enumerate(rows.items()):
+        ids = needed_ids(tokens, think, answer)
+        forced[number] = dict(enumerate(ids, FORCED_AT))
+        sizes.append(len(ids) if ids else "answers" if answer in tokens else "finished")
+        prompt = PROMPTS[IDS.index(row[0])]
+        whole = Row(one_by_one(prompt, *row, Distribution(), forced[number]), np.zeros(LIMIT), False)
+        expected = whole.up_to(whole.ends_by(stop_ids()))
+        assert found[row].tokens == expected.tokens
+        assert found[row].finished == expected.finished
+    assert {2, 3, "answers", "finished"} == set(sizes), "change KEY"
+    assert_well_formed(r, forced)
+    assert_training_logprobs(r)
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 13])
@@ -299,8 +381,7 @@ def test_states_of_linear_attention_follow_their_rows():
     r = stopped_hybrid()
     lengths = r.lengths - r.prompt_lengths
     assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
-    expected, *_ = teacher_forced(HYBRID, random_params(HYBRID), r.tokens, Distribution())
-    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), depth(HYBRID, 2 * LIMIT), LOGIT)
+    assert_training_logprobs(r, HYBRID)
     assert_same(completions(draw_all(replace(HYBRID_SAMPLER, block_sizes=(64,)))), completions(r))
     ids = [99, *IDS[::-1]]
     found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
@@ -339,11 +420,12 @@ def test_nor_on_the_devices(tmp_path):
 def test_truncated_sampling_in_a_completion():
     distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
     r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
-    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    logits = np.asarray(logits_of(r.tokens))
     sizes = set()
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
-        assert_close(r.logprobs[row, t], expected[r.tokens[row, t]], OPERATIONS, LOGIT / 0.8)
+        logprob = expected[r.tokens[row, t]]
+        assert_close(r.logprobs[row, t], logprob, OPERATIONS, LOGIT / 0.8)
         assert set(r.support[row, t].tolist()) - {-1} == expected.keys()
         sizes.add(len(expected))
     assert len(sizes) > 5, sizes
@@ -362,11 +444,13 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
     assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
-    assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
-    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    assert np.isfinite(scores.logprobs).all()
+    assert np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
+    logits = np.asarray(logits_of(r.tokens))
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
-        assert_close(scores.entropy[row, t], -(np.exp(logprobs) * logprobs).sum(), OPERATIONS, LOGIT / 0.6)
+        entropy = -(np.exp(logprobs) * logprobs).sum()
+        assert_close(scores.entropy[row, t], entropy, OPERATIONS, LOGIT / 0.6)
     whole = teacher_forced(MODEL, random_params(), r.tokens, distribution).logprobs
     assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
 
@@ -386,9 +470,12 @@ def chi_square_passes(draws, probs, order=None, num_bins: int = 100) -> bool:
     expected, observed = (np.append(x[~small], x[small].sum()) for x in (expected, observed))
     if expected[-1] == 0:
         assert observed[-1] == 0
-        expected, observed = expected[:-1], observed[:-1]
+        expected = expected[:-1]
+        observed = observed[:-1]
     k, z = len(expected) - 1, 3.719
-    return ((observed - expected) ** 2 / expected).sum() < k * (1 - 2 / (9 * k) + z * (2 / (9 * k)) ** 0.5) ** 3
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    quantile = k * (1 - 2 / (9 * k) + z * (2 / (9 * k)) ** 0.5) ** 3
+    return statistic < quantile
 
 
 SETTINGS = [

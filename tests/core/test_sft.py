@@ -9,29 +9,34 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chex import assert_trees_all_close
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from core import eval, sft
 from core.extensions.sft_config import SFTConfig
-from core.learner import make_learner
+from core.learner import Learner, make_learner
 from core.objectives import set_loss_denominators
+from core.records import Batch
 from core.run.folder import settings_of_adapters, settings_of_model
 from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
 from envs import make_env
 from envs.own.written import DataConfig, read_written
 from models import decoder
+from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.conversations import describe_prompts, encode_conversation, encode_rows
 from models.lora import make_policy
-from models.tokenizer import load_tokenizer
+from models.names import Params
+from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import ROOT, rounding, slow, train_here
 from tests.kill_runs import arguments, checksum, difference, records
 from tests.processes import on_four_devices
@@ -141,7 +146,7 @@ def test_a_template_that_cannot_be_split_is_refused(tiny, template):
             encode_rows(replace(tiny, hf=hf), "rows", [messages], "all", 99, "error")
 
 
-def test_a_block_of_thinking_that_the_template_opens_is_opened_once(tiny):
+def test_thinking_is_opened_once_if_the_template_opens_it(tiny):
     hf = load_tokenizer(TINY).hf
     hf.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}" + (
         "{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -178,63 +183,78 @@ def test_long_rows_are_refused_cut_or_dropped_and_counted(tiny):
 # Loss and gradient
 
 
+near = partial(np.testing.assert_allclose, atol=1e-5)
+CONVERSATIONS = [
+    [ASK, SUM, ASK, SWAPPED],
+    [ASK, SWAPPED, ASK, SUM],
+    [ASK, SUM, ASK, SWAPPED, ASK, SUM],
+]
+SMALL = {
+    "data": "-",
+    "batch_size": 3,
+    "tokens_per_microbatch": 192,
+    "remat": "none",
+}
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def batch_of_conversations(tokenizer: Tokenizer) -> Batch:
+    tokenizer.hf.chat_template = PLAIN_TEMPLATE
+    rows, _ = encode_rows(tokenizer, "rows", CONVERSATIONS, "all", 512, "error")
+    return sft.make_batch(rows)
+
+
+def nats_of_all_logits(model: Decoder, policy: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean of -log softmax over the marked tokens of padded rows, without packing, and all logits."""
+    logits = decoder.logits(model, policy, batch.tokens)[:, :-1]
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[:, 1:, None], axis=-1)[..., 0]
+    return -(logprobs * batch.mask[:, 1:]).sum() / batch.mask.sum(), logits
+
+
+def nats_in_float64(logits: jax.Array, batch: Batch) -> float:
+    whole = np.float64(logits) - np.log(np.exp(np.float64(logits)).sum(axis=-1, keepdims=True))
+    chosen = np.take_along_axis(whole, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+    return -chosen[batch.mask[:, 1:]].mean()
+
+
+def sums_of_microbatches(learner: Learner, params: Params, batch: Batch) -> tuple[Params, float]:
+    """Returns the gradient and the loss that several micro-batches add up to."""
+    chains = [list(chain) for chain in learner.chains(batch)]
+    assert sum(map(len, chains)) > 1, "several micro-batches"
+    gradient = jax.tree.map(jnp.zeros_like, params)
+    loss = 0.0
+    for chain in chains:
+        (sums, part), _ = learner.add_up(params, iter(chain))
+        gradient = jax.tree.map(jnp.add, gradient, sums)
+        loss += float(part)
+    return gradient, loss
+
+
 @pytest.mark.parametrize("rank", [0, *slow(2)])
 def test_loss_and_gradient_are_those_of_all_logits(rank):
-    """The oracle: padded rows without packing, all logits, a mean of -log softmax over the marked tokens."""
-    two = (SUM, ASK, SWAPPED)
-    other = (SWAPPED, ASK, SUM)
-    three = (SUM, ASK, SWAPPED, ASK, SUM)
-    conversations = [[ASK, *turns] for turns in (two, other, three)]
-    options = {
-        "data": "-",
-        "batch_size": 3,
-        "lora_rank": rank,
-        "tokens_per_microbatch": 192,
-        "remat": "none",
-    }
-    config = replace(make_config(SFTConfig, **options), sampling=SamplingConfig(prompt_length=1))
+    config = replace(make_config(SFTConfig, **SMALL, lora_rank=rank), sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, base, params, tokenizer = load_policy(FLAGS["model_dir"], config.lora, 0, layout, "float32")
-    tokenizer.hf.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), params)
-    rows, _ = encode_rows(tokenizer, "rows", conversations, "all", 512, "error")
-    batch = sft.make_batch(rows)
+    batch = batch_of_conversations(tokenizer)
     T = batch.tokens.shape[1]
-
-    def oracle(params):
-        scores = decoder.logits(model, make_policy(base, params), batch.tokens)[:, :-1]
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores), batch.tokens[:, 1:, None], axis=-1)[..., 0]
-        return -(logprobs * batch.mask[:, 1:]).sum() / batch.mask.sum(), (scores, logprobs)
-
-    (_, (scores, logprobs)), gradient = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
-    whole = np.float64(scores) - np.log(np.exp(np.float64(scores)).sum(axis=-1, keepdims=True))
-    chosen = np.take_along_axis(whole, batch.tokens[:, 1:, None], axis=-1)[..., 0]
-    expected = -chosen[batch.mask[:, 1:]].mean()
-
+    oracle = jax.value_and_grad(
+        lambda params: nats_of_all_logits(model, make_policy(base, params), batch), has_aux=True
+    )
+    (_, logits), gradient = jax.jit(oracle)(params)
+    expected = nats_in_float64(logits, batch)
     learner, state = make_learner(config, model, params, layout, T - 1, base=base)
-    minibatch = set_loss_denominators(batch, 3, T, config.objective)
-    chains = learner.chains(minibatch)
-    found, losses = jax.tree.map(jnp.zeros_like, params), 0.0
-    for chain in chains:
-        chain = list(chain)  # noqa: PLW2901
-        assert len(chains) * len(chain) > 1, "several micro-batches"
-        (sums, loss), _ = learner.add_up(state.params, iter(chain))
-        found = jax.tree.map(jnp.add, found, sums)
-        losses = losses + float(loss)
-    np.testing.assert_allclose(losses, expected, atol=1e-5)
-    for path, x in jax.tree.leaves_with_path(gradient):
-        own = found
-        for key in path:
-            own = own[key.key]
-        np.testing.assert_allclose(own, x, rtol=1e-5, atol=1e-5, err_msg=str(path))
+    found, loss = sums_of_microbatches(learner, state.params, set_loss_denominators(batch, 3, T, config.objective))
     held_out = loss_metrics(learner.token_scores(learner.policy(params), batch).logprobs, batch.mask)
-    np.testing.assert_allclose(held_out["test_data/loss"], expected, atol=1e-5)
+    near(loss, expected)
+    near(held_out["test_data/loss"], expected)
+    assert_trees_all_close(found, gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_the_interval_of_the_held_out_loss_holds_the_loss_of_all_rows():
+def test_interval_of_held_out_loss_holds_the_loss_of_all():
     """In 95 of 100 samples of 60 rows, whose lengths and losses go together."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 40, 4000)
@@ -283,7 +303,7 @@ def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
     assert len(tests) + data.env.num_tasks == len(rows)
 
 
-def test_held_out_are_the_rows_that_the_environment_dataset_holds_out(tmp_path):
+def test_sft_and_dataset_hold_out_the_same_rows(tmp_path):
     rows = [
         {
             "prompt": f"Say {i}.",
@@ -303,7 +323,8 @@ def test_held_out_are_the_rows_that_the_environment_dataset_holds_out(tmp_path):
     assert not held_out & {messages[0]["content"] for messages in data.env.conversations}
     other = write(tmp_path / "tests.jsonl", rows[:3])
     data, tests = read_written(DataConfig(str(file), test_data=str(other)))
-    assert len(tests) == 3 and data.env.num_tasks == len(rows + more) - 3 - (0 + 1 + 2), "with their other replies"
+    assert len(tests) == 3
+    assert data.env.num_tasks == len(rows + more) - 3 - (0 + 1 + 2), "with their other replies"
     data, tests = read_written(DataConfig(str(file), test_fraction=0.0))
     assert (tests, data.env.num_tasks) == ([], len(rows + more)), "a prompt may have several replies"
 
@@ -319,7 +340,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, words):
+def test_untrainable_row_is_refused_by_file_and_line(tmp_path, words):
     file = write(tmp_path / "rows.jsonl", [{"messages": [ASK, SUM]}, REFUSED[words]])
     with pytest.raises(UserError, match=f"rows.jsonl:2 is malformed: .*({words}).* Correct it, or remove it"):
         read_written(DataConfig(str(file)))
@@ -346,6 +367,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
     def offline(*_):
         raise ConnectionError("Couldn't reach the Hub")
 
+    # A machine without network.
     monkeypatch.setattr("envs.data.rows.fetch_split", offline)
     for read in (lambda: read_written(DataConfig("me/mine")), lambda: make_env("dataset", path="me/mine")):
         with pytest.raises(UserError, match="load me/mine .* get it by `hf download me/mine .* name the folder"):
@@ -380,7 +402,8 @@ def data(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("flags", [{"env_name": "poem"}, *slow({"lora_rank": 2})], ids=["full", "lora"])
 def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     """To the bit."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert run(whole, data=data, **flags) == 0
     assert run(parts, data=data, **flags, max_steps=2) == 0
     assert run(parts, data=data, **flags, max_steps=3) == 0
@@ -423,7 +446,8 @@ def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
     implied = settings_of_model({"model_dir": str(tmp_path / "sft")})  # of core/grpo.py: adapters are trained on
     assert implied.get("lora_rank", 0) == flags.get("lora_rank", 0)
     assert train_here(tmp_path / "rl", **rl | implied, do_group_filter=0) == 0
-    assert json.loads((tmp_path / "rl/config.json").read_text())["model_dir"] == str(tmp_path / "sft/step1")
+    found = json.loads((tmp_path / "rl/config.json").read_text())["model_dir"]
+    assert found == str(tmp_path / "sft/step1")
 
 
 def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
@@ -462,7 +486,8 @@ def test_the_verdict_of_a_loss_is_that_lower_is_better():
 
 def runs_on_a_mesh(folder: str, data: str) -> None:
     for mesh in ("data=4", "fsdp=2,tp=2"):
-        assert run(Path(folder) / mesh, data=data, mesh=mesh, model_dir=ROOT / "tests/fixtures/qwen3-sharded") == 0
+        found = run(Path(folder) / mesh, data=data, mesh=mesh, model_dir=ROOT / "tests/fixtures/qwen3-sharded")
+        assert found == 0
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized
     assert 0.85 * counted < found + masked < 1.05 * counted
 
 
-def test_a_token_is_multiplied_by_the_adapters_of_its_own_experts():
+def test_token_is_multiplied_by_its_own_experts_adapters():
     model = replace(EXPERTS, lora_rank=2)
     attention = 3 * 2 * ((128 + 128) + 2 * (128 + 64) + (128 + 128))
     assert adapter_parameters(model) == attention + 3 * 4 * 2 * 3 * (128 + 96)
@@ -111,7 +111,8 @@ def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
 
 
 def test_a_step_reads_each_expert_once_at_most_and_states_twice():
-    prompts, lengths = np.array([3, 5]), np.array([4, 7])
+    prompts = np.array([3, 5])
+    lengths = np.array([4, 7])
     columns = np.arange(7)
     rows = RowSizes(np.arange(2), prompts, lengths, (columns >= prompts[:, None]) & (columns < lengths[:, None]))
     in_bytes = Limits(np.inf, 1)
@@ -125,7 +126,8 @@ def test_a_step_reads_each_expert_once_at_most_and_states_twice():
 def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
     prompt_lengths = np.array([2, 2])
     lengths = np.array([4, 5])
-    tokens, zeros = np.ones((2, 5), int), np.zeros((2, 5))
+    tokens = np.ones((2, 5), int)
+    zeros = np.zeros((2, 5))
     mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
     counts = np.ones(2, bool), np.full(2, 4.0), np.zeros(2, int)
     work = Completions(tokens, mask, zeros, lengths, prompt_lengths, *counts)
@@ -134,6 +136,7 @@ def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
     settings = MODEL, single_device(), single_device(), episodes
     assert set(speed_metrics(*settings, update)) == {"speed/occupancy", "speed/update_tflops"}, "a CPU is not measured"
     limits = Limits(60e12, 3e12)
+    # Limits of a device that is known.
     monkeypatch.setattr(metrics, "limits_of", lambda *_: limits)
     speed = speed_metrics(*settings, update)
     rows = RowSizes(np.zeros(2, int), prompt_lengths, lengths, mask)
@@ -149,7 +152,7 @@ def test_a_token_is_multiplied_by_its_own_experts_only():
     assert EXPERTS.num_matrix_parameters == alone.num_parameters + router
 
 
-def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
+def test_occupancy_is_the_share_of_slots_that_sampled():
     model = Decoder(512, 16, 32, 1, 2, 1, 8)
     sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
     params = decoder.init_params(model, jax.random.key(0))
@@ -207,7 +210,7 @@ def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
         np.testing.assert_array_equal(wider[0][1][slot], np.pad(values[row], ((0, 0), (0, 4), (0, 0))))
 
 
-def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch, tmp_path):
+def test_programs_are_dropped_before_mappings_run_out(monkeypatch, tmp_path):
     traced = []
     double = jax.jit(lambda x: traced.append(x) or 2 * x)
     double(1.0)
@@ -216,15 +219,17 @@ def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch
     assert not compilation.forget_programs()
     assert double(1.0) == 2
     assert len(traced) == 1
+    # Few mappings are already too many.
     monkeypatch.setattr(compilation, "MOST_MAPS", few)
     assert compilation.forget_programs()
     assert double(1.0) == 2
     assert len(traced) == 2
+    # A system without /proc.
     monkeypatch.setattr(compilation, "MAPS", tmp_path / "elsewhere")
     assert not compilation.forget_programs()
 
 
-def test_a_second_process_compiles_nothing_where_the_cache_can_be_written(tmp_path):
+def test_second_process_compiles_nothing_if_cache_is_writable(tmp_path):
     program = (
         "import json, jax, jax.numpy as jnp\n"
         "from utils.devices.compile_log import Compilations, compile_metrics\n"
@@ -350,13 +355,14 @@ def test_a_program_that_a_later_step_compiles_is_named(tmp_path, capsys, monkeyp
         double(np.ones(next(sizes), np.float32))
         return speed(*arguments)
 
+    # A late step compiles a program.
     monkeypatch.setattr(grpo, "speed_metrics", compile_again)
     assert train_here(tmp_path, **FLAGS | {"max_steps": 2, "test_env_name": ""}) == 0
     assert "warning: 1 program compiled after the first step: <lambda> float32[14] (" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_on_a_mesh_all_programs_are_known_and_a_second_start_finds_them_in_the_cache(tmp_path):
+def test_second_start_on_a_mesh_finds_its_programs_cached(tmp_path):
     flags = FLAGS | {"max_steps": 2, "save_interval": 1, "test_interval": 1}
     devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     for number in range(2):

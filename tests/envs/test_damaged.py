@@ -82,6 +82,7 @@ def test_a_fault_of_our_own_behind_a_reader_stays_one(files, kind, monkeypatch):
     def fault(*_, **__):
         raise AttributeError("a fault of our own")
 
+    # The library behind the reader fails.
     monkeypatch.setattr(BEHIND[kind], fault)
     with pytest.raises(AttributeError, match="a fault of our own"):
         KINDS[kind].read(files / KINDS[kind].files[0])
@@ -94,5 +95,5 @@ def test_halves_of_intervals_and_large_answers_are_read(files):
     assert read_reference(10**400) == str(10**400)
     with damaged(files, "config", 0) as file:
         file.write_text('{"env_name": "countdown", "test_env_options": "x", "run": {"seconds": 1}}')
-        with pytest.raises(UserError, match=r"name=value \(.*config.json sets --test_env_options"):
+        with pytest.raises(UserError, match=r"is not name=value, .*\(.*config.json sets --test_env_options"):
             KINDS["config"].read(file)

@@ -208,7 +208,7 @@ def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
         envs.make_env("dataset", path=test, test_path=test)
 
 
-def test_deepscaler_is_compared_with_the_benchmarks_that_are_there(tmp_path):
+def test_deepscaler_is_compared_with_present_benchmarks(tmp_path):
     lines = (SAMPLES / "deepscaler" / "deepscaler.jsonl").read_text().splitlines()
     (tmp_path / "deepscaler").mkdir()
     (tmp_path / "deepscaler" / "deepscaler.jsonl").write_text("\n".join(lines))
@@ -401,7 +401,8 @@ def test_kinds_of_files(tmp_path, kind):
         for name in names
     ]
     assert sum(env.num_tasks for env in made) == 30
-    assert {env.problem(i).answer["a"] for env in made for i in range(env.num_tasks)} == {row["a"] for row in rows}
+    found = {env.problem(i).answer["a"] for env in made for i in range(env.num_tasks)}
+    assert found == {row["a"] for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -437,7 +438,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: convert it by `iconv"),
     ],
 )
-def test_other_columns_separators_and_encodings_come_with_their_remedy(tmp_path, name, content, words):
+def test_other_columns_and_encodings_come_with_a_remedy(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
         envs.make_env("dataset", path=str(tmp_path / name))
@@ -467,7 +468,8 @@ def test_one_row_in_ten_is_one_in_ten(num_rows, sizes):
     splits = split_rows(rows, 10, None)
     assert tuple(len(splits[name]) for name in ("train", "valid", "test")) == sizes
     shuffled = split_rows(rows[::-1], 10, None)
-    assert {name: set(part) for name, part in splits.items()} == {name: set(part) for name, part in shuffled.items()}
+    found = {name: set(part) for name, part in splits.items()}
+    assert found == {name: set(part) for name, part in shuffled.items()}
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
@@ -477,6 +479,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     def offline(*_):
         raise ConnectionError("Couldn't reach the Hub")
 
+    # A machine without network.
     monkeypatch.setattr("envs.data.rows.fetch_split", offline)
     with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
         envs.make_env("gsm8k")
@@ -509,6 +512,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 )
 def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name, install, monkeypatch):
     """Before anything is computed; without math-verify equal formulas would silently be called different."""
+    # A package that is not installed.
     monkeypatch.setitem(sys.modules, package, None)
     rows = {"math500": {"problem": "1+1?", "answer": "2"}, "dataset": {"prompt": "1+1?", "answer": "2"}}
     file = tmp_path / ("rows.parquet" if package == "pyarrow" else "math500.jsonl")
@@ -553,6 +557,7 @@ def test_the_example_of_an_environment_works(monkeypatch):
     assert len(code.strip().splitlines()) <= 19
     module = type(sys)("envs.product")
     exec(code, vars(module))
+    # Registers the example as the README says.
     monkeypatch.setitem(sys.modules, "envs.product", module)
     monkeypatch.setitem(envs.ENVS, "product", ("envs.product", "Product", {}))
     env = envs.make_env("Product", prefix="Sure: ")
@@ -561,7 +566,8 @@ def test_the_example_of_an_environment_works(monkeypatch):
     assert env.problem(0).prefix == "Sure: "
     problem = test.problem(0)
     for sign, score in (("*", 1.0), ("+", 0.0)):
-        assert test.score(problem, f"<answer>{sign.join(map(str, problem.answer))}</answer>")["return"] == score
+        found = test.score(problem, f"<answer>{sign.join(map(str, problem.answer))}</answer>")["return"]
+        assert found == score
     assert env.problem(0).messages != test.problem(0).messages
 
 
@@ -634,7 +640,7 @@ def test_countdown_splits_share_no_numbers(options):
     assert Countdown("test", **options, num_tasks=512).instances == test.instances[:512]
 
 
-def test_countdown_can_be_subclassed_with_a_constructor_of_ones_own():
+def test_countdown_subclass_may_have_its_own_constructor():
     class Short(Countdown):
         def __init__(self, split: str = "train", bonus: float = 1.0):
             super().__init__(split, numbers=3)
@@ -647,7 +653,7 @@ def test_countdown_can_be_subclassed_with_a_constructor_of_ones_own():
     assert len({valid, expected}) == 2, "environments are told apart, as keys of caches"
 
 
-def test_countdown_problems_are_those_the_base_model_was_made_with():
+def test_countdown_problems_are_those_of_the_base_model():
     env = Countdown(**DEMO)
     assert [env.instance(i) for i in range(3)] == [((12, 7, 5), 10), ((8, 2, 5), 9), ((11, 5, 1), 7)]
     assert env.problem(0).messages == [{"role": "user", "content": "Use 12 7 5 to make 10."}]
@@ -808,5 +814,7 @@ def test_countdown_labels(name):
         value, used = parse_arithmetic(expression)
         score = Countdown().score(Problem([], (row["nums"], row["target"])), f"<answer>{expression}</answer>")
         assert (None if value is None else str(value)) == row["value"], row["id"]
-        assert (value is not None and sorted(used) == sorted(row["nums"])) == row["uses_each_once"], row["id"]
-        assert score["correct_answer"] == row["strict_ok"] and score["valid"] == row["uses_each_once"], row["id"]
+        found = value is not None and sorted(used) == sorted(row["nums"])
+        assert found == row["uses_each_once"], row["id"]
+        assert score["correct_answer"] == row["strict_ok"]
+        assert score["valid"] == row["uses_each_once"], row["id"]

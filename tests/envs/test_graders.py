@@ -37,7 +37,8 @@ def test_gsm8k_model_solutions():
     for row in rows("gsm8k_model_solutions"):
         answer = row["solution"].rpartition("A:")[2]
         assert same_number(row["gold"], answer) == row["is_correct"], row["id"]
-        assert same_number(row["gold"], final_answer(row["solution"], "any") or "") == row["is_correct"], row["id"]
+        found = same_number(row["gold"], final_answer(row["solution"], "any") or "")
+        assert found == row["is_correct"], row["id"]
 
 
 @needs_labels
@@ -120,9 +121,32 @@ def test_numbers(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "5/0", "--5", "5-10", "2x", "18!", "5!!", "1.2.3", "1,000,00", "5:30", "1/2/3", "2^10", "1e9999", "<18>",
-     "5 3", "0x10", "1_000", "nan", "inf", "9" * 300, "101_2", "3i"],
-)  # fmt: skip
+    [
+        "",
+        "x",
+        "5/0",
+        "--5",
+        "5-10",
+        "2x",
+        "18!",
+        "5!!",
+        "1.2.3",
+        "1,000,00",
+        "5:30",
+        "1/2/3",
+        "2^10",
+        "1e9999",
+        "<18>",
+        "5 3",
+        "0x10",
+        "1_000",
+        "nan",
+        "inf",
+        "9" * 300,
+        "101_2",
+        "3i",
+    ],
+)
 def test_no_numbers(text):
     assert parse_number(text) is None
 

@@ -39,48 +39,44 @@ def make(wanted: list, env: dict[str, str]) -> list:
     return json.loads(done.stdout)
 
 
+MINE = {"path": "me/mine", "prompt": "q", "answer": "a"}
+OPTIONS = [  # of data sets
+    MINE,
+    {"path": "openai/gsm8k:socratic", "prompt": "question", "form": "hash"},
+    MINE | {"path": "me/script", "hub_split": "validation"},
+    {"path": "openai/gsm8k"},
+    {"path": "openai/gsm8k:maim"},
+    {"path": "me/mine", "hub_split": "valid"},
+    {"path": "me/nothing"},
+]
+
+
 def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     """With the rows that files in --data_dir give; then from the cache, without a network."""
     published(tmp_path)
     names = "gsm8k gsm8k-valid gsm8k-test deepscaler aime-test aime25 amc amc23-test math500-test countdown34".split()
-    mine = {"path": "me/mine", "prompt": "q", "answer": "a"}
     rows = [{"q": f"{i}?", "a": str(i)} for i in range(40)]
-    put(
-        tmp_path,
-        "me/mine",
-        {
-            "a.jsonl": jsonl(rows[:20]),
-            "b.jsonl": jsonl(rows[20:]),
-            "plot.png": b"\x89PNG",
-        },
-    )
+    files = {
+        "a.jsonl": jsonl(rows[:20]),
+        "b.jsonl": jsonl(rows[20:]),
+        "plot.png": b"\x89PNG",
+    }
+    put(tmp_path, "me/mine", files)
     put(tmp_path, "me/script", {"script.py": "raise SystemExit"})
     put(tmp_path, "me/script", {"one/validation/0000.parquet": parquet(rows)}, CONVERTED)
-    wanted = [(name, {}) for name in names] + [
-        ("dataset", mine),
-        ("dataset", {"path": "openai/gsm8k:socratic", "prompt": "question", "form": "hash"}),
-        ("dataset", mine | {"path": "me/script", "hub_split": "validation"}),
-        ("dataset", {"path": "openai/gsm8k"}),
-        ("dataset", {"path": "openai/gsm8k:maim"}),
-        ("dataset", {"path": "me/mine", "hub_split": "valid"}),
-        ("dataset", {"path": "me/nothing"}),
-    ]
+    wanted = [(name, {}) for name in names] + [("dataset", options) for options in OPTIONS]
     fetched = []
     with local_hub(tmp_path, fetched) as env:
         found = make(wanted, env)
         assert len(fetched) == len(set(fetched)), "each file once"
         assert "me/mine/plot.png" not in fetched
         assert "openai/gsm8k/main/train-00000-of-00001.parquet" in fetched
-    for name, ours in zip(names, found, strict=False):
-        local = envs.make_env(name, data_dir=str(SAMPLES))
-        theirs = [local.problem(i).messages[-1]["content"] for i in range(local.num_tasks)]
-        assert ours and isinstance(ours, list) and (ours == theirs or name in ("countdown34", "deepscaler")), name
-    count = len(names)
-    assert set(found[count]) <= {row["q"] for row in rows}
-    assert len(found[count]) == 34
-    assert found[count + 1] == ["no"]
-    assert set(found[count + 2]) == set(found[count])
-    several, unknown, no_split, absent = found[-4:]
+    assert_local_rows(names, found)
+    own, other_configuration, converted, several, unknown, no_split, absent = found[len(names) :]
+    assert set(own) <= {row["q"] for row in rows}
+    assert len(own) == 34
+    assert other_configuration == ["no"]
+    assert set(converted) == set(own)
     assert several == "openai/gsm8k has several configurations: name one by openai/gsm8k:NAME (main, socratic)"
     assert unknown == "openai/gsm8k has no configuration maim: choose one of main, socratic"
     assert no_split == "me/mine has no split valid, only train: name a data set or configuration that has it"
@@ -90,6 +86,16 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     assert again[:-1] == found[:-1]
     assert "could not load me/nothing from the hub (" in again[-1]
     assert make(wanted[2:3], env | {"HF_HUB_OFFLINE": "1"}) == found[2:3]
+
+
+def assert_local_rows(names: list[str], found: list[list[str]]) -> None:
+    """Asserts that environments have the problems that files in --data_dir give."""
+    for name, ours in zip(names, found, strict=False):
+        local = envs.make_env(name, data_dir=str(SAMPLES))
+        theirs = [local.problem(i).messages[-1]["content"] for i in range(local.num_tasks)]
+        assert ours
+        assert isinstance(ours, list), name
+        assert ours == theirs or name in ("countdown34", "deepscaler"), name
 
 
 def test_a_copy_of_a_data_set_of_the_hub_is_read_from_its_folder(tmp_path):
@@ -102,7 +108,8 @@ def test_a_copy_of_a_data_set_of_the_hub_is_read_from_its_folder(tmp_path):
     (tmp_path / "c").symlink_to(tmp_path / "hub/openai/gsm8k/main")
     for data_dir in ("a", "b", "b/gsm8k", "c"):
         env = envs.make_env("gsm8k-test", data_dir=str(tmp_path / data_dir))
-        assert [env.problem(i).messages[-1]["content"] for i in range(env.num_tasks)] == questions, data_dir
+        found = [env.problem(i).messages[-1]["content"] for i in range(env.num_tasks)]
+        assert found == questions, data_dir
     options = {"prompt": "question", "form": "hash", "hub_split": "test"}
     env = envs.make_env("dataset", path=f"{tmp_path / 'c'}:main", **options)
     assert {env.problem(i).messages[-1]["content"] for i in range(env.num_tasks)} < set(questions)

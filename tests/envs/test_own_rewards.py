@@ -87,11 +87,21 @@ def returns(env, *texts: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("own", [1, 2, 3]), ("shortest", [0.5, 0, 0]), ("how_many", [3, 3, 3]), ("array", [0, 1, 2]),
-        ("tensor", [1, 1, 1]), ("items", [0.5] * 3), ("stream", [0, 1, 2]), ("some", [0, 1, 1]), ("thing", [2] * 3),
-        ("fine", [0.5] * 3), ("no_state", [0] * 3), ("plain_score", [0, 0, 0]), ("batch", [3, 3, 3]),
+        ("own", [1, 2, 3]),
+        ("shortest", [0.5, 0, 0]),
+        ("how_many", [3, 3, 3]),
+        ("array", [0, 1, 2]),
+        ("tensor", [1, 1, 1]),
+        ("items", [0.5] * 3),
+        ("stream", [0, 1, 2]),
+        ("some", [0, 1, 1]),
+        ("thing", [2] * 3),
+        ("fine", [0.5] * 3),
+        ("no_state", [0] * 3),
+        ("plain_score", [0, 0, 0]),
+        ("batch", [3, 3, 3]),
     ],
-)  # fmt: skip
+)
 def test_a_reward_of_each_form_gets_what_its_trainer_gives(folder, name, expected):
     env = dataset(folder, name)
     offset = int(env.problem(0).answer["answer"]) if name == "own" else 0
@@ -113,7 +123,7 @@ def test_a_reward_of_each_form_gets_what_its_trainer_gives(folder, name, expecte
         ("none", r"<lambda>\(\) in line \d+ of .* returned None: return a number"),
     ],
 )
-def test_what_is_no_number_for_each_reply_is_named_with_function_and_line(folder, name, words):
+def test_reward_without_numbers_is_named_by_function_and_line(folder, name, words):
     env = dataset(folder, name)
     with pytest.raises(TypeError, match=words):
         env.score_group(env.problem(0), ["a", "b"])
@@ -161,12 +171,19 @@ def test_what_a_reward_logs_is_a_part_and_no_reward(folder):
     assert scores[1] == {"correct_answer": 0.0, "size": 2.0, "mean": 2.0, "return": 0.0}
 
 
-def test_several_rewards_are_added_by_their_weights_and_each_is_logged(folder):
+def test_rewards_are_added_by_weight_and_each_is_logged(folder):
     (folder / "other.py").write_text("def own(completion, **row): return {'short': 1.0, 'sweet': 2.0}")
     env = dataset(folder, f"how_many,shortest,{folder / 'other.py'}:own", "1,0.2,-1")
     first, second = env.score_group(env.problem(0), ["a", "bb"])
-    assert first == {"correct_answer": 0.0, "how_many": 2, "shortest": 0.5, "own": 3, "short": 1, "sweet": 2,
-                     "return": 2 + 0.2 * 0.5 - 3}  # fmt: skip
+    assert first == {
+        "correct_answer": 0.0,
+        "how_many": 2,
+        "shortest": 0.5,
+        "own": 3,
+        "short": 1,
+        "sweet": 2,
+        "return": 2 + 0.2 * 0.5 - 3,
+    }
     assert second["shortest"] == 0
     assert np.isclose(second["return"], -1)
     named_alike = dataset(folder, f"own,{folder / 'other.py'}:own")
@@ -191,6 +208,7 @@ def test_several_rewards_are_added_by_their_weights_and_each_is_logged(folder):
     ],
 )
 def test_how_a_reward_is_named_is_told(folder, monkeypatch, value, words):
+    # Files are named relative to this folder.
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=words):
         read_names(value, "--reward", "function")
@@ -213,11 +231,14 @@ def test_groups_are_graded_whole_when_their_last_reply_has_come(folder):
         assert [score["how_many"] for score in scores] == [2, 2, 1]
 
 
-def test_a_group_loses_the_replies_that_raise_alone_or_all_that_hang(folder):
-    (folder / "own.py").write_text(REWARDS + (
-        "\nimport time\ndef hangs(completions):\n"
-        "    if 'h' in completions: time.sleep(1000)\n    return raises_for_a(completions)\n"
-    ))  # fmt: skip
+def test_group_loses_replies_that_raise_or_all_that_hang(folder):
+    (folder / "own.py").write_text(
+        REWARDS
+        + (
+            "\nimport time\ndef hangs(completions):\n"
+            "    if 'h' in completions: time.sleep(1000)\n    return raises_for_a(completions)\n"
+        )
+    )
     options = {"path": str(folder / "rows.jsonl"), "reward": f"{folder / 'own.py'}:hangs"}
     with Scorer("dataset", options, num_workers=1, timeout=0.5) as scorer:
         texts = ["b", "a", "b", "h", "b", "b"] + ["b"] * 10
@@ -234,9 +255,11 @@ def test_a_list_that_is_too_short_ends_the_start(folder):
 
 
 def test_processes_share_whole_groups(monkeypatch):
+    # One of three processes.
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     shares = []
     for index in range(3):
+        # Each of the three in turn.
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         shares.append(Layout.process_share(None, 20, 4))
     assert [row for share in shares for row in share] == list(range(20))
@@ -324,8 +347,10 @@ def test_a_reward_may_spawn_processes_and_be_a_file_of_a_package(folder):
 def test_files_share_the_modules_beside_them(folder):
     (folder / "other.py").write_text("from own import Object\nmade = Object\ndef f(completion, **row): return 1\n")
     dataset(folder, f"thing,{folder / 'other.py'}:f")
-    module, other = (next(m for m in sys.modules.values() if getattr(m, "__file__", "") == str(folder / name))
-                     for name in ("own.py", "other.py"))  # fmt: skip
+    module, other = (
+        next(m for m in sys.modules.values() if getattr(m, "__file__", "") == str(folder / name))
+        for name in ("own.py", "other.py")
+    )
     assert other.made is module.Object
 
 
@@ -341,6 +366,7 @@ def test_files_share_the_modules_beside_them(folder):
     ],
 )
 def test_a_file_that_cannot_be_imported_ends_the_start(folder, monkeypatch, code, words):
+    # An import that hangs is given up soon; secrets are not passed on.
     monkeypatch.setattr("envs.own.functions.IMPORT_SECONDS", 2)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     (folder / "own.py").write_text(code)
@@ -360,16 +386,30 @@ def replace_rewards(env):
 
 def test_variables_that_a_reward_sees():
     given = {
-        "PATH": "/bin", "HOME": "/root", "LC_ALL": "C", "PYTHONPATH": "x", "HF_HOME": "/h", "no_proxy": "a",
-        "https_proxy": "http://user:pw@host:1", "http_proxy": "http://host:1", "HF_ENDPOINT": "https://u:p@h",
-        "HF_TOKEN": "t", "HF_API_TOKEN": "t", "HF_HUB_TOKEN": "t", "NVIDIA_API_KEY": "t", "CONDA_TOKEN": "t",
-        "PYTHON_KEYRING_PASSWORD": "t", "REWARD_OPENAI_API_KEY": "k", "REWARD_HOME": "/elsewhere",
-    }  # fmt: skip
+        "PATH": "/bin",
+        "HOME": "/root",
+        "LC_ALL": "C",
+        "PYTHONPATH": "x",
+        "HF_HOME": "/h",
+        "no_proxy": "a",
+        "https_proxy": "http://user:pw@host:1",
+        "http_proxy": "http://host:1",
+        "HF_ENDPOINT": "https://u:p@h",
+        "HF_TOKEN": "t",
+        "HF_API_TOKEN": "t",
+        "HF_HUB_TOKEN": "t",
+        "NVIDIA_API_KEY": "t",
+        "CONDA_TOKEN": "t",
+        "PYTHON_KEYRING_PASSWORD": "t",
+        "REWARD_OPENAI_API_KEY": "k",
+        "REWARD_HOME": "/elsewhere",
+    }
     kept = "PATH HOME LC_ALL PYTHONPATH HF_HOME no_proxy http_proxy REWARD_OPENAI_API_KEY REWARD_HOME".split()
     assert passed_variables(given) == {name: given[name] for name in kept} | {"OPENAI_API_KEY": "k"}
 
 
 def test_a_missing_variable_is_told_how_it_is_passed(monkeypatch):
+    # A variable that the reward reads, and does not get.
     monkeypatch.setenv("JUDGE_KEY", "secret")
     assert (
         variable_note("KeyError: 'JUDGE_KEY'") == " (rewards see no JUDGE_KEY, unless its value is in REWARD_JUDGE_KEY)"

@@ -66,7 +66,8 @@ def test_format_of_a_file_is_told_by_its_content(tmp_path, name, content):
 )
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_object_alone_is_a_row(tmp_path, row, indent):
-    assert [row for _, row in read_file(write(tmp_path / "one.json", json.dumps(row, indent=indent)))] == [row]
+    found = [row for _, row in read_file(write(tmp_path / "one.json", json.dumps(row, indent=indent)))]
+    assert found == [row]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,8 @@ def test_parquet_adds_no_arguments_to_calls(tmp_path):
 def test_marks_of_a_reply_become_weights(tmp_path, key, kind):
     first = {**SAY, key: kind(0)}
     second = {**SAY, key: kind(1)}
-    assert read_sft(tmp_path, {"messages": [ASK, first, ASK, second]}) == [ASK, {**SAY, "weight": 0}, ASK, SAY]
+    found = read_sft(tmp_path, {"messages": [ASK, first, ASK, second]})
+    assert found == [ASK, {**SAY, "weight": 0}, ASK, SAY]
     assert read_sft(tmp_path, {"messages": [{**ASK, key: kind(0)}, SAY]}) == [ASK, SAY]
     masks = ([0, 0, 0, 1], [0, 1]) if key == "loss_mask" else ()
     for mask in masks:
@@ -274,7 +276,7 @@ def test_a_prompt_may_end_with_the_beginning_of_the_reply(tmp_path):
 
 @pytest.mark.parametrize("value", [0, False, "", 0.5, "x", ["x"], {"x": 1}])
 @pytest.mark.parametrize("key", ["images", "audio", "video", "refusal", "anything"])
-def test_a_key_of_a_message_is_refused_by_name_whatever_its_value(tmp_path, key, value):
+def test_unknown_key_of_a_message_is_refused_by_name(tmp_path, key, value):
     rows = {read_sft: {"messages": [ASK, {**SAY, key: value}]}, read_rl: {"prompt": [{**ASK, key: value}]}}
     for read, row in rows.items():
         with pytest.raises(UserError, match=rf"jsonl:1 is malformed: its message \d has {key}, which is not rendered"):
@@ -342,7 +344,7 @@ def test_what_is_wrong_in_a_row_of_sft_is_named(tmp_path, row, words):
         read_sft(tmp_path, {"messages": TURNS, **row})
 
 
-def test_a_row_that_the_chat_template_does_not_show_is_named_by_its_line(tmp_path):
+def test_row_that_the_template_hides_is_named_by_its_line(tmp_path):
     tokenizer = load_tokenizer(ROOT / "models/tiny")
     rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, CALLED, RESULT, SAY]}]
     path = write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
@@ -462,7 +464,7 @@ def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
     assert tried(tmp_path, formulas, prompt=r"What is {}? Put it into \boxed{{}}.") == []
 
 
-def test_references_that_no_reply_can_meet_stop_a_run_with_rows_reasons_and_a_way_out(tmp_path):
+def test_unreachable_references_stop_a_run_with_reasons(tmp_path):
     words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): compare .*--reward FILE"
     for form in ("any", "tags"):
         with pytest.raises(UserError, match=words):

@@ -24,14 +24,40 @@ from utils.settings.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "tests.hostile:make"
 FAILING = (
-    "raise", "exit", "exit 0", "kill", "kill group", "kill group 9", "kill parent", "close files", "nan", "cancel",
-    "mute", "memory", "generator", "huge", "half a pair", "long name", "name of the log",
-    "no outcomes", "too many outcomes", "half a message",
-)  # fmt: skip
+    "raise",
+    "exit",
+    "exit 0",
+    "kill",
+    "kill group",
+    "kill group 9",
+    "kill parent",
+    "close files",
+    "nan",
+    "cancel",
+    "mute",
+    "memory",
+    "generator",
+    "huge",
+    "half a pair",
+    "long name",
+    "name of the log",
+    "no outcomes",
+    "too many outcomes",
+    "half a message",
+)
 HANGING = (
-    "sleep", "regex", "endless", "stop", "half a message and hang", "messages without end", "place nan 0",
-    "place 1e300 0", "place 0 1000000",
-)  # fmt: skip
+    "sleep",
+    "regex",
+    "endless",
+    "stop",
+    "half a message and hang",
+    "messages without end",
+)
+LYING = (
+    "place nan 0",
+    "place 1e300 0",
+    "place 0 1000000",
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +120,7 @@ def patient_scorer():
 
 
 @pytest.mark.parametrize("end", ["process", "none"])
-def test_an_episode_goes_on_where_it_was_and_is_played_again_where_it_was_lost(patient_scorer, end):
+def test_episode_goes_on_or_is_replayed_if_lost(patient_scorer, end):
     scorer = patient_scorer
     replies = ["ok"]
     first = ask(scorer, *replies)
@@ -140,7 +166,8 @@ def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
             raise ZeroDivisionError
     stream.thread.join(5)
     wait_until_gone(helper)
-    assert not stream.thread.is_alive() and scorer.process.pid == helper, "nor starts another helper"
+    assert not stream.thread.is_alive()
+    assert scorer.process.pid == helper, "nor starts another helper"
 
 
 def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
@@ -168,6 +195,7 @@ def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
         assert is_next.wait(5)
         return additions
 
+    # The thread of the stream is late.
     monkeypatch.setattr(ScoringStream, "take_additions", take_late)
     with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
         raise ZeroDivisionError
@@ -181,16 +209,27 @@ def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
     assert outcomes[0]["index"] == 7
 
 
-@pytest.mark.parametrize("text", HANGING)
-def test_a_reward_that_does_not_return_is_killed(scorer, text):
-    """Also where it writes into the connection, or into the memory that tells what its process is at."""
+def test_rewards_that_do_not_return_are_killed(scorer):
+    """Also those that write into the connection: a timeout each, and their neighbors keep their scores."""
+    texts = [reply for text in HANGING for reply in ["ok"] * 20 + [text] + ["ok"] * 19]
+    start = time.monotonic()
+    scores, counts = scorer.score_replies(range(len(texts)), texts)
+    failed = [texts[i] for i, score in enumerate(scores) if score is None]
+    assert failed == [*HANGING]
+    assert counts["reward_timeouts"] >= len(HANGING) - 1, "messages without end may be an error"
+    assert sum(counts.values()) == len(HANGING)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("text", LYING)
+def test_a_reward_that_lies_about_its_place_is_killed(scorer, text):
+    """It writes into the memory that tells what its process is at, and may blame another reply of its chunk."""
     start = time.monotonic()
     scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     failed = [i for i, score in enumerate(scores) if score is None]
-    blames_another = text.startswith("place") and text.endswith(" 0")  # a place in the chunk
-    assert len(failed) == 1 and (blames_another or failed == [20]), "its neighbors keep their scores"
-    assert sum(counts.values()) == 1
-    assert counts["reward_timeouts"] == 1 or text == "messages without end"
+    assert len(failed) == 1
+    assert text.endswith(" 0") or failed == [20], "0 is a place in the chunk"
+    assert counts == {"reward_timeouts": 1, "reward_errors": 0}
     assert time.monotonic() - start < 20
 
 
@@ -221,13 +260,15 @@ def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
 def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        assert scorer.score_replies([0, 1], [text, "ok"])[1] == {"reward_timeouts": 0, "reward_errors": 1}
+        found = scorer.score_replies([0, 1], [text, "ok"])[1]
+        assert found == {"reward_timeouts": 0, "reward_errors": 1}
     assert time.monotonic() - start < 60
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
 @pytest.mark.parametrize("text", ["shared memory", "memory of children"])
 def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
+    # A limit that a test can reach.
     monkeypatch.setattr(scoring, "ScorerSettings", functools.partial(ScorerSettings, max_memory=3 * MEMORY))
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
@@ -265,6 +306,7 @@ def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_work
 def test_workers_see_no_secrets(monkeypatch):
     secrets = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD", "GITHUB_TOKEN")
     for name in secrets:
+        # Variables of the user, of which the last two are to be passed on.
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("REWARD_API_KEY", "for the reward")
     monkeypatch.setenv("HF_HOME", str(ROOT))
@@ -276,7 +318,7 @@ def test_workers_see_no_secrets(monkeypatch):
     assert not set(secrets) & set(variables)
 
 
-def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
+def test_slow_replies_of_a_chunk_each_have_the_whole_limit(scorer):
     texts = ["slow"] * 2 + ["ok"] * 14  # chunks of two: 2 x 0.3 s, limit 0.5 s
     scores, counts = scorer.score_replies(range(16), texts)
     assert all(score["return"] == 1.0 for score in scores)
@@ -293,7 +335,7 @@ def test_failures_are_told_once_and_written_down(tmp_path, capsys):
     assert capsys.readouterr().err.count("warning") == 1
 
 
-def test_what_rewards_print_comes_by_whole_lines_without_control_characters(capfd):
+def test_prints_of_rewards_come_by_clean_whole_lines(capfd):
     with Scorer(HOSTILE, num_workers=2) as scorer:
         scorer.score_replies(range(40), ["print"] * 40)
     captured = capfd.readouterr()
@@ -316,7 +358,7 @@ def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
 
 
 @pytest.mark.parametrize("number", [1, 8])
-def test_a_reward_that_fails_for_all_of_the_first_replies_stops_the_run(number):
+def test_run_stops_if_a_reward_fails_for_all_first_replies(number):
     with Scorer(HOSTILE, num_workers=1) as scorer:
         scorer.score_replies([], [])
         with pytest.raises(UserError, match=f"failed for {number} of {number} replies, first by 'ZeroDivisionError"):
@@ -329,9 +371,9 @@ def test_a_reward_that_fails_for_all_of_the_first_replies_stops_the_run(number):
 
 def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):
     start = time.monotonic()
-    with pytest.raises(UserError, match="failed for 60 of 60 replies, first by 'it took longer than 0.5 seconds'"):
-        scorer.score_replies(range(60), ["sleep"] * 60)  # one by one these were 15 s
-    assert time.monotonic() - start < 14
+    with pytest.raises(UserError, match="failed for 32 of 32 replies, first by 'it took longer than 0.5 seconds'"):
+        scorer.score_replies(range(32), ["sleep"] * 32)  # one by one these were 8 s
+    assert time.monotonic() - start < 7.5
 
 
 def test_an_environment_that_cannot_be_made_is_the_users_mistake():
@@ -356,6 +398,7 @@ def test_a_helper_that_was_stopped_goes_on(capsys):
 
 
 def test_a_stuck_helper_is_replaced(monkeypatch, capsys):
+    # The helper stays stopped, and is given up after two seconds.
     monkeypatch.setattr(scoring, "STALL", 2)
     monkeypatch.setattr(scoring, "send_signal", lambda pid, number: None)
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
@@ -374,6 +417,7 @@ def test_a_reward_that_ends_or_stops_the_helper_costs_one_score(text):
 
 
 def test_a_helper_that_is_always_lost_ends_the_run(monkeypatch):
+    # Each loss takes a third of a second.
     monkeypatch.setattr(scoring, "MAX_LOST", 2)
     with Scorer(HOSTILE, num_workers=1) as scorer, pytest.raises(UserError, match="failed 2 times in a row .the h"):
         scorer.score_replies(range(20), ["kill helper"] * 20)

@@ -25,7 +25,7 @@ def test_overlong_penalty_is_that_of_dapo():
     assert np.allclose(overlong_penalty(lengths, 100, 20), [0, 0, -0.05, -0.5, -1, -1])
 
 
-def test_cosine_reward_prefers_short_right_and_long_wrong_replies():
+def test_cosine_reward_prefers_short_right_and_long_wrong():
     right, wrong = (cosine_reward(np.full(3, x), np.array([0, 50, 100]), 100) for x in (1.0, 0.0))
     assert np.allclose(right, [1, 0.75, 0.5])
     assert np.allclose(wrong, [-1, -0.75, -0.5])
@@ -77,7 +77,7 @@ def test_prompts_that_are_too_long_are_left_out():
         assert (tasks_that_fit(env, encode, limit) == np.flatnonzero(lengths <= limit)).all()
 
 
-def test_a_failed_reward_stays_zero_and_the_length_reward_is_logged():
+def test_failed_reward_stays_zero_and_length_reward_is_logged():
     lengths = np.array([80, 90, 40, 100])
     zeros = np.zeros((4, 100), np.float32)
     completions = Completions(zeros, zeros > 0, zeros, lengths, np.zeros(4, int), lengths < 100, lengths, 0 * lengths)

@@ -20,6 +20,7 @@ from core.chains.pages import PagedChain
 from core.chains.turns import Conversations, answering_calls
 from core.config import Config
 from core.extensions.preview import show
+from core.records import Episodes
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler
 from envs import make_env
@@ -119,7 +120,8 @@ def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     assert game.num_asked == 1
 
 
-DEEP, LONG = "[" * 50_000 + "]" * 50_000, "x" * 10**6
+DEEP = "[" * 50_000 + "]" * 50_000
+LONG = "x" * 10**6
 ERRORS = [
     ("", "the call is empty, or not closed by </tool_call>"),
     ("add(1)", "the call is not JSON: Expecting value: line 1 column 1 (char 0)"),
@@ -217,7 +219,8 @@ def test_random_calls_never_raise(dialect, number):
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
 def test_random_replies_are_split_into_calls(folder, dialect, number):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
-    tokenizer, rng = tokenizer_of(folder), random.Random(0)
+    tokenizer = tokenizer_of(folder)
+    rng = random.Random(0)
     vocabulary = tokenizer.hf.get_vocab()
     opening = vocabulary.get(dialect.opening)
     closing = vocabulary.get(dialect.closing)
@@ -248,7 +251,8 @@ def test_quoted_signs_do_not_call():
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
 def test_what_a_message_spells_is_what_transformers_reads(folder):
     """In the first message and in later ones: tokens of control, and what looks like one."""
-    tokenizer, rng = tokenizer_of(folder), random.Random(2)
+    tokenizer = tokenizer_of(folder)
+    rng = random.Random(2)
     signs = list(tokenizer.added_ids)
     for _ in range(50):
         parts = [rng.choice([rng.choice(signs), rng.choice(signs)[:-1], "<", "a b", "\n"]) for _ in range(9)]
@@ -305,7 +309,7 @@ def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
 
 
 @pytest.mark.parametrize("way", ["sleep", "exit 0", "kill", "kill group 9", "stop", "close files", "regex"])
-def test_a_tool_that_ends_or_hangs_its_process_costs_its_episode_only(way):
+def test_tool_that_ends_its_process_costs_one_episode(way):
     with Scorer("tests.other_trainers:make", num_workers=2, timeout=0.5) as scorer:
         outcomes = outcomes_of(scorer, *["ok"] * 5, way, *["ok"] * 5)
         assert [isinstance(outcome, Failure) for outcome in outcomes] == [i == 5 for i in range(11)]
@@ -330,7 +334,8 @@ def test_a_tool_that_raises_is_an_observation(way, reason):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
-def test_a_tool_whose_children_fill_the_memory_costs_its_episode_only(monkeypatch):
+def test_tool_whose_children_fill_memory_costs_one_episode(monkeypatch):
+    # A limit that a test can reach.
     monkeypatch.setattr(scoring, "ScorerSettings", partial(ScorerSettings, max_memory=3 * MEMORY))
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=600) as scorer:
         failure, step = outcomes_of(scorer, "memory of children", "ok")
@@ -492,7 +497,7 @@ def test_what_a_class_draws_is_drawn_for_the_group_and_once(rows, name, reply):
     assert name == "Increment" or contents(steps[7, 1]) != contents(steps[8, 1]), "by each sample's own seed"
 
 
-def test_an_episode_that_is_drawn_elsewhere_is_played_as_it_began_or_not_at_all(rows):
+def test_episode_sampled_elsewhere_is_played_as_it_began(rows):
     options = dataset_options(rows, "Elsewhere")
     with Scorer("dataset", options, num_workers=2, timeout=20) as scorer:
         assert not scorer.repeats(repeated_jobs(make_env("dataset", **options)))
@@ -521,24 +526,33 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
     config = parse(Config, flags)
     settings = resolve_settings(config.env, "dataset", 60, 0)
     script = tokenizer.encode("ab<|im_end|>")
+    # A policy that writes a script.
     monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
     given, draw = [], Sampler.draw
+    # Looks at the prompts.
     monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.arange(2), 2, jax.random.key(0))
     assert len(given[0]) == num_prompts
     assert ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
-    r = episodes.completions
     for row in range(4):
-        prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
-        number = re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1]
-        said = episodes.conversations[row][1]["content"]
-        assert said.split()[0] == (number if name == "Elsewhere" else str(int(number) - 2))
+        number, said = prompted_and_said(episodes, row, tokenizer)
+        assert said == (number if name == "Elsewhere" else number - 2)
 
 
-def test_sessions_are_as_many_as_episodes_at_a_time_and_closed_at_the_end(rows, tmp_path, monkeypatch):
+def prompted_and_said(episodes: Episodes, row: int, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Returns the number in the prompt of a row, and the one that its environment says behind the first turn."""
+    r = episodes.completions
+    prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
+    number = re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1]
+    said = episodes.conversations[row][1]["content"]
+    return int(number), int(said.split()[0])
+
+
+def test_sessions_are_as_many_as_episodes_and_are_closed(rows, tmp_path, monkeypatch):
     folder = tmp_path / "sessions"
     folder.mkdir()
+    # The class writes its sessions here, from other processes.
     monkeypatch.setenv("REWARD_SESSIONS", str(folder))
     options = dataset_options(rows, "Session")
     env = make_env("dataset", **options)
@@ -638,7 +652,7 @@ NO_ACTIONS = ["", "x", "[1]", '{"x": 1, "y": 2}', "{" * 9999, "[" * 99999, '{"x"
 
 
 @pytest.mark.parametrize("reply", NO_ACTIONS)
-def test_a_reply_that_is_no_action_is_answered_and_the_game_goes_on(rows, reply):
+def test_game_goes_on_if_a_reply_is_no_action(rows, reply):
     env = dataset(rows, "Moves")
     episode = env.episode(env.problem(0), 0)
     step = episode.step(reply)
@@ -740,7 +754,8 @@ def test_a_conversation_that_got_no_score_is_written_as_one(rows, tmp_path):
     options = {"path": str(rows), "episode": f"{other_trainers.__file__}:Broken"}
     play("dataset", options, tokenizer_of(TINY), turn, end, failures_dir=tmp_path)
     (line,) = map(json.loads, (tmp_path / "reward_failures.jsonl").read_text().splitlines())
-    assert [message["role"] for message in line["messages"]] == ["user", "assistant", "tool", "assistant"]
+    found = [message["role"] for message in line["messages"]]
+    assert found == ["user", "assistant", "tool", "assistant"]
     assert [message["content"] for message in line["messages"][2:]] == ["2", "Done."]
     assert line["reason"].startswith("ValueError: nothing is paid")
     assert "text" not in line
@@ -798,7 +813,7 @@ def test_options_that_it_does_not_have(options):
 # Inline calls, token by token
 
 
-def test_a_template_without_messages_of_tools_is_refused_at_the_start():
+def test_template_without_tool_messages_is_refused_at_start():
     tokenizer = load_tokenizer(TINY)
     only_users = "{%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
     loop = "{%- for message in messages %}"
@@ -831,7 +846,8 @@ def play(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Returns what is observed after each of these turns of task 0, as tokens, and the rewards."""
     env = make_env(name, **options)
-    layout, keys = single_device(), np.uint32([[0, 3]])
+    layout = single_device()
+    keys = np.uint32([[0, 3]])
     settings |= {"num_workers": 1, "max_error_share": 1}
     with Scorer(name, options, **settings) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, layout, [env.problem(0)], np.zeros(1, int), keys, stream)
@@ -870,6 +886,7 @@ def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
     calling = tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>")
     answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
     script = calling + answering
+    # A policy that writes a script.
     monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
@@ -904,7 +921,8 @@ def test_what_a_result_spells_is_in_the_context_and_nowhere_else(folder, rows):
 
 
 def test_a_call_is_read():
-    assert parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n') == ("f", {"x": [1, 2.5, None]})
+    found = parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n')
+    assert found == ("f", {"x": [1, 2.5, None]})
     assert parse_call('{"name": "f"}') == ("f", {})
     for key in ("arguments", "parameters", "args", "kwargs", "input"):
         assert parse_call(json.dumps({"name": "f", key: {"x": 1}})) == ("f", {"x": 1})

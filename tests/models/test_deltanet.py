@@ -56,7 +56,8 @@ CASES = [(150, 64, 0.0), (150, 64, 0.9), (64, 64, 0.0), (21, 8, 0.0), (5, 64, 0.
 
 @pytest.mark.parametrize(("num_tokens", "chunk", "alike"), CASES)
 def test_chunks_compute_the_recurrence(num_tokens, chunk, alike):
-    x, memory = inputs(num_tokens, alike), first_memory()
+    x = inputs(num_tokens, alike)
+    memory = first_memory()
     expected, last = recurrence(x, memory)
     for rule in (partial(chunked_rule, chunk=chunk), stepwise):
         out, found = jax.jit(rule)(x, memory)
@@ -67,7 +68,8 @@ def test_chunks_compute_the_recurrence(num_tokens, chunk, alike):
 
 @pytest.mark.parametrize(("num_tokens", "chunk", "alike"), CASES[:4])
 def test_gradients_of_chunks_are_those_of_the_recurrence(num_tokens, chunk, alike):
-    x, memory = inputs(num_tokens, alike), first_memory()
+    x = inputs(num_tokens, alike)
+    memory = first_memory()
     rng = np.random.default_rng(2)
     directions = rng.standard_normal((B, H, num_tokens, E)), rng.standard_normal(memory.shape)
     found, expected = (

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tests.helpers import MODEL as DENSE
 from tests.helpers import assert_close, depth, gradient_depth, random_params
 from tests.oracles.layers import loop_over_tokens
 from tests.processes import on_four_devices
-from utils.devices.sharding import MESH_AXES, single_device
+from utils.devices.sharding import MESH_AXES, Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -72,6 +73,7 @@ def mixture(product: str, normalize: bool, mesh, recorded=None):
 def test_experts_equal_a_loop_over_tokens(product, normalize, monkeypatch):
     if product == "tokamax":
         pytest.importorskip("tokamax", reason="tokamax is needed by this case alone")
+    # Few tokens would have another product.
     monkeypatch.setattr(experts, "FEW_TOKENS", 0)
     router, _, x, _ = values = arguments(2, 5)
     chosen = np.argsort(x @ router).reshape(-1, E)[:, -K:]
@@ -148,6 +150,7 @@ def test_training_takes_the_experts_of_the_sampler():
 
 
 def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
+    # Few tokens would have another product.
     monkeypatch.setattr(experts, "FEW_TOKENS", 0)
     router, matrices, x, direction = arguments(2, 5)
     values = jnp.abs(router).at[:, 3].set(-1), matrices, jnp.abs(x), direction
@@ -172,6 +175,7 @@ def test_products_are_chosen_by_device(monkeypatch):
         return experts.choose_product(jax.sharding.Mesh(device, MESH_AXES))
 
     for is_installed, product in ((True, "tokamax"), (None, "dense")):
+        # The package is installed, or is not.
         monkeypatch.setattr(experts, "find_spec", {"tokamax": is_installed}.get)
         assert choose("NVIDIA H200") == product
         assert choose("TPU v5e") == "ragged"
@@ -190,31 +194,39 @@ def same_layer_on_four_devices() -> None:
                 assert_close(one, other, 3 * (2 * D + E + F) + 12, err_msg=mesh)
 
 
+class Results(NamedTuple):
+    """What a fixture gives on a layout."""
+
+    model: Decoder
+    drawn: np.ndarray
+    logits: jax.Array
+    gradient: Params
+
+
+def results_on(layout: Layout, tokens: np.ndarray) -> Results:
+    model, params, _ = load_model(FIXTURES / "qwen3moe-untied", layout)
+    prompts = [[int(i) for i in row[:5]] for row in tokens]
+    sampler = Sampler(model, 6, (), Distribution(0.0), layout=layout)
+    completions = sampler.generate(sampler.load_weights(params), prompts, np.arange(4), 1, jax.random.key(0))
+    rows = layout.put(tokens)
+
+    def loss(params: Params) -> jax.Array:
+        return -decoder.score_tokens(model, params, rows).logprobs[:, 1:].mean()
+
+    return Results(model, completions.tokens, logits(model, params, rows), jax.jit(jax.grad(loss))(params))
+
+
 def same_model_on_four_devices() -> None:
     """Asserts that logits, gradients and greedy completions of a fixture are the same on meshes."""
-    folder = FIXTURES / "qwen3moe-untied"
     tokens = np.random.default_rng(0).integers(0, 79, (4, 9)).astype(np.int32)
-    prompts = [[int(i) for i in row[:5]] for row in tokens]
-
-    def results(layout) -> tuple:
-        model, params, _ = load_model(folder, layout)
-        sampler = Sampler(model, 6, (), Distribution(0.0), layout=layout)
-        completions = sampler.generate(sampler.load_weights(params), prompts, np.arange(4), 1, jax.random.key(0))
-        rows = layout.put(tokens)
-
-        def loss(params):
-            return -decoder.score_tokens(model, params, rows).logprobs[:, 1:].mean()
-
-        return model, completions.tokens, logits(model, params, rows), jax.jit(jax.grad(loss))(params)
-
-    _, expected_tokens, expected_logits, expected_gradient = results(single_device())
+    expected = results_on(single_device(), tokens)
     for product, mesh in (("dense", "tp=4"), ("dense", "tp=2,fsdp=2"), ("ragged", "tp=2,fsdp=2")):
         Decoder.expert_product = product
-        model, drawn, found, gradient = results(make_layout(DeviceConfig(mesh=mesh)))
-        np.testing.assert_array_equal(drawn, expected_tokens)
-        assert_close(found, expected_logits, depth(model, 9), err_msg=mesh)
-        for one, other in zip(*map(jax.tree.leaves, (gradient, expected_gradient)), strict=True):
-            assert_close(one, other, gradient_depth(model, 9, 36), err_msg=mesh)
+        found = results_on(make_layout(DeviceConfig(mesh=mesh)), tokens)
+        np.testing.assert_array_equal(found.drawn, expected.drawn)
+        assert_close(found.logits, expected.logits, depth(found.model, 9), err_msg=mesh)
+        for one, other in zip(*map(jax.tree.leaves, (found.gradient, expected.gradient)), strict=True):
+            assert_close(one, other, gradient_depth(found.model, 9, 36), err_msg=mesh)
 
 
 def on_meshes() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from models.distribution import Distribution
 from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
 from models.names import LAYERS, LORA_A, LORA_B
 from models.peft import FIELDS, PREFIX, WEIGHTS, peft_name, save_adapters
+from models.tokenizer import Tokenizer
 from tests.helpers import train_here
 from tests.kill_runs import FLAGS, records
 from tests.processes import on_four_devices
@@ -86,7 +88,8 @@ def test_merged_equals_unmerged(name):
     starts = np.zeros(len(tokens), np.int32)
     caches = [prefill(model, x, tokens, starts) for x in weights]
     assert_trees_all_close(*caches, rtol=1e-4, atol=1e-4)
-    assert sum(x.size for x in jax.tree.leaves(weights[0])) < sum(x.size for x in jax.tree.leaves(weights[1]))
+    found = sum(x.size for x in jax.tree.leaves(weights[0]))
+    assert found < sum(x.size for x in jax.tree.leaves(weights[1]))
 
 
 def load_policy_weights(name: str, merge: str) -> dict:
@@ -107,7 +110,8 @@ def test_new_adapters_leave_the_policy_as_it_is():
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_and_training_agree_over_int8(name):
     model, base, adapters, _ = load(name, base_dtype="int8")
-    assert {x.dtype for x in jax.tree.leaves(base["model.layers"]) if x.ndim == 2} == {jnp.dtype("int8")}
+    found = {x.dtype for x in jax.tree.leaves(base["model.layers"]) if x.ndim == 2}
+    assert found == {jnp.dtype("int8")}
     exact = load(name)[1]
     tokens = expected(name)["tokens"]
     policy = make_policy(base, adapters)
@@ -143,9 +147,17 @@ WRAPPED = {  # base: modules of its text and of its images in the classes that t
 }
 
 
+def assert_targets(folder: Path, stored: Iterable[str], others: Iterable[str]) -> None:
+    """Asserts that the pattern of a folder's config matches the modules of its tensors, and no other ones."""
+    pattern = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    modules = {name.removeprefix(PREFIX).rpartition(".lora")[0] for name in stored}
+    assert all(re.fullmatch(pattern, module) for module in modules)
+    assert not any(re.fullmatch(pattern, module) for module in others)
+
+
 @pytest.mark.parametrize("base", WRAPPED)
 @pytest.mark.parametrize("part", ["", "q_proj"], ids=["all matrices", "some of them"])
-def test_adapters_over_a_model_with_images_have_the_names_of_peft(base, part, tmp_path, capsys):
+def test_adapters_of_a_model_with_images_have_names_of_peft(base, part, tmp_path, capsys):
     """As bench/clients_peft.py shows with peft itself, also from here on: its names are read, too."""
     texts, images = WRAPPED[base]
     model, _, adapters, tokenizer = load(base)
@@ -155,18 +167,16 @@ def test_adapters_over_a_model_with_images_have_the_names_of_peft(base, part, tm
     assert {f"{PREFIX}{module}{end}" for module in texts for end in (LORA_A, LORA_B)} <= stored.keys()
     starts = {name.removeprefix(PREFIX).partition("layers.")[0] for name in stored}
     assert starts == {module.partition("layers.")[0] for module in texts}
-    pattern = json.loads((tmp_path / "new/adapter_config.json").read_text())["target_modules"]
-    modules = {name.removeprefix(PREFIX).rpartition(".lora")[0] for name in stored}
-    assert all(re.fullmatch(pattern, module) for module in modules)
-    assert not any(re.fullmatch(pattern, module) for module in images)
-    for start in (texts[0].partition("layers.")[0], "language_model.model."):  # of peft now, and with transformers 4
-        one = {name: x for name, x in stored.items() if name.startswith(PREFIX + texts[0].partition("layers.")[0])}
-        one = {name.replace(texts[0].partition("layers.")[0], start): x for name, x in one.items()}
-        one |= {f"{PREFIX}{images[0]}{end}": np.ones((2, 2), np.float32) for end in (LORA_A, LORA_B)}
-        save_file(one, tmp_path / "new" / WEIGHTS)
+    assert_targets(tmp_path / "new", stored, images)
+    own_start = texts[0].partition("layers.")[0]
+    of_images = {f"{PREFIX}{images[0]}{end}": np.ones((2, 2), np.float32) for end in (LORA_A, LORA_B)}
+    for start in (own_start, "language_model.model."):  # of peft now, and with transformers 4
+        of_text = {name.replace(own_start, start): x for name, x in stored.items() if PREFIX + own_start in name}
+        save_file(of_text | of_images, tmp_path / "new" / WEIGHTS)
         _, _, again, _ = load_policy(tmp_path / "new", LoraConfig(lora_rank=2), 0, single_device(), "float32")
         assert_trees_all_equal(dict(again), kept)
-        assert capsys.readouterr().out.count("adapters of images are neither read nor saved again") == 1
+        found = capsys.readouterr().out.count("adapters of images are neither read nor saved again")
+        assert found == 1
 
 
 def test_a_matrix_under_two_names_must_be_one(tmp_path):
@@ -202,6 +212,7 @@ def test_no_gradient_of_the_base_is_computed():
 @pytest.mark.parametrize("product", ["dense", "ragged"])
 def test_adapters_of_experts_equal_merged_matrices(product, monkeypatch):
     """Logits, and gradients by the chain rule from those of the matrices; drawn tokens, whose pairs are separate."""
+    # Few tokens would have another product.
     monkeypatch.setattr(experts, "FEW_TOKENS", 0)
     monkeypatch.setattr(Decoder, "expert_product", product)
     model, base, adapters, policy = load_random("qwen3moe-untied")
@@ -349,18 +360,14 @@ def added(model, params, base) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(part, tmp_path):
-    pattern, fields, rank, alpha = PARTS[part]
-    base = "qwen3moe-untied" if part == "attention" else "qwen3-tied"
+def write_adapters_of_peft(folder: Path, base: str, pattern: str, fields: dict) -> Tokenizer:
+    """Writes random adapters of the modules that match, with the ranks of the config; returns the base's tokenizer."""
     model, _, adapters, tokenizer = load(base)
-    folder = tmp_path / "a"
-    other = tmp_path / "b"
-    tensors = {}
     rng = np.random.default_rng(0)
-    config = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text()) | {"target_modules": "all-linear"}
-    config |= fields | {"base_model_name_or_path": str(FIXTURES / base)}
+    config = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text())
+    config |= {"target_modules": "all-linear", "base_model_name_or_path": str(FIXTURES / base)} | fields
     save_adapters(folder, model, adapters, tokenizer, "")
+    tensors = {}
     for name, x in load_file(folder / WEIGHTS).items():
         module = name.removeprefix(PREFIX).rpartition(".lora")[0]
         if re.fullmatch(pattern, module):
@@ -369,7 +376,16 @@ def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(par
             tensors[name] = np.float32(rng.normal(0, 0.2, shape))
     save_file(tensors, folder / WEIGHTS)
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tokenizer
 
+
+@pytest.mark.parametrize("part", PARTS)
+def test_adapters_of_some_matrices_keep_own_ranks_and_scales(part, tmp_path):
+    pattern, fields, rank, alpha = PARTS[part]
+    base = "qwen3moe-untied" if part == "attention" else "qwen3-tied"
+    folder = tmp_path / "a"
+    other = tmp_path / "b"
+    tokenizer = write_adapters_of_peft(folder, base, pattern, fields)
     plain = load_model(FIXTURES / base)[1]
     expected = peft_deltas(folder)
     found, params, _ = load_model(folder)
@@ -418,7 +434,7 @@ def test_training_goes_on_with_the_adapters_of_a_folder(tmp_path):
             read([*flags[:2], *wrong.split()])
 
 
-def test_reference_of_the_kl_has_the_adapters_that_the_run_began_with(tmp_path):
+def test_kl_reference_has_the_first_adapters_of_the_run(tmp_path):
     """Also after the run was stopped, when the saved adapters are others."""
     flags = FLAGS | {
         "model_dir": FIXTURES / "lora-qwen3",
@@ -549,6 +565,7 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch)
 
     read = []
     load = RolloutWorker.load_weights
+    # Keeps the weights that the sampler reads.
     monkeypatch.setattr(RolloutWorker, "load_weights", lambda *given: read.append(load(*given)) or read[-1])
     replay(str(tmp_path / "b" / "rollouts" / "step_1"), 5, 0, 1, single_device())
     assert "tokens are those of the run" in capsys.readouterr().out

@@ -112,6 +112,7 @@ COMPILED = {
 
 @pytest.mark.parametrize(("name", "kernel", "remat"), COMPILED)
 def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
+    # The kernel of a device that is not here.
     monkeypatch.setattr(Decoder, "kernel", kernel)
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
@@ -171,7 +172,7 @@ ROLLOUT = {
 
 
 @pytest.mark.parametrize(("name", "num_devices", "gigabytes"), ROLLOUT)
-def test_weights_that_sample_are_cut_where_a_whole_copy_leaves_no_room_for_rows(name, num_devices, gigabytes):
+def test_sampling_weights_are_sharded_if_rows_have_no_room(name, num_devices, gigabytes):
     chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
     mesh = Mesh(chips.reshape(1, -1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     layout = Device(mesh, int(gigabytes * GB))
@@ -201,10 +202,11 @@ def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
     assert cut[0] * 2 == cut[1], "8 devices have both heads each"
 
 
-def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(monkeypatch):
+def test_plan_counts_the_copied_head_of_a_teacher_on_tpus(monkeypatch):
     model = Decoder(64, 16, 32, 1, 2, 1, 8)
     head = jnp.ones((64, 24), "bfloat16")
     assert second_layout(model, head) is None
+    # A device that is not here.
     monkeypatch.setattr("models.memory.runs_on_tpu", lambda model: True)
     assert bytes_on_device((head, second_layout(model, head))) == 2 * head.nbytes
 
@@ -226,6 +228,7 @@ def test_the_more_memory_the_less_is_recomputed():
 
 
 def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
+    # A device that is not here.
     monkeypatch.setattr(Device, "is_cpu", False)
     model = shape("Qwen3-0.6B", dtype="bfloat16")
     layout = single_device()
@@ -245,7 +248,7 @@ def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
     assert rows_that_fit(1 << 50, model, single_device(), 1536) == 512
 
 
-def test_rows_that_are_sampled_beside_updates_have_room_with_them():
+def test_rows_sampled_beside_updates_fit_with_them():
     """The copy that samples is there twice during an evaluation, but then no update is."""
     model = shape("Qwen3-0.6B", dtype="bfloat16")
     copy = 2 * model.num_parameters

@@ -170,7 +170,8 @@ def test_what_ends_a_turn_by_the_template_ends_a_completion():
     assert row.tokens[-1] == end
     assert tok.special_ids["</s>"] not in row.tokens
     bridge = tok.bridge(TURNS[:1], TURNS[2:3])
-    assert bridge.after(end) == bridge.ids and bridge.after(0) == [end, *bridge.ids], "one that was cut off is ended"
+    assert bridge.after(end) == bridge.ids
+    assert bridge.after(0) == [end, *bridge.ids], "one that was cut off is ended"
 
 
 def test_replies_of_weight_0_are_not_trained():
@@ -285,6 +286,7 @@ def test_a_run_stops_where_a_user_of_the_one_place_is_broken(user, tmp_path, cap
             "teacher_prefix": "Be brief.",
             "distill": "sampled",
         }
+    # A fault in one of the places that write messages.
     monkeypatch.setattr(owner, name, broken)
     assert train_here(tmp_path / "run", **flags) == 2
     error = capsys.readouterr().err
@@ -297,6 +299,7 @@ def test_a_run_on_written_replies_stops_where_they_are_broken(tmp_path, capsys, 
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": [says("user", f"{i}?"), TURNS[1]]}) + "\n" for i in range(20)))
     write = conversations.write_reply
+    # A fault in the writing of replies.
     monkeypatch.setattr(conversations, "write_reply", lambda *given: write(*given).replace("four", "for"))
     argv = ["--model_dir", str(TINY), "--data", str(file), "--save_dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit), user_errors():
@@ -348,6 +351,7 @@ def test_the_table_of_templates_compares_and_tells_why_not(tmp_path, capsys, mon
     for name, template in TEMPLATES.items():
         (tmp_path / f"{name}.jinja").write_text(template)
     names = ["plain turns", "trimmed"]
+    # The command line.
     monkeypatch.setattr(sys, "argv", ["", "--folders", str(tmp_path), "--tokenizer", str(TINY), "--names", *names])
     with pytest.raises(SystemExit) as end:
         templates.main()

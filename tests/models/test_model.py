@@ -181,6 +181,7 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     size = np.abs(scaled).max()
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
+    # The head computes so many columns at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
     score = partial(decoder.score_tokens, model, distribution=Distribution(0.7))
     logprobs, entropy, *_ = jax.jit(score)(params, tokens)
@@ -246,7 +247,8 @@ def test_splash_attention_is_the_plain_one(case):
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_in_blocks_is_that_of_the_whole_row(window):
     q, k, v, _ = heads(150, 32)
-    columns, starts = jnp.arange(150), jnp.array([[0], [101]])
+    columns = jnp.arange(150)
+    starts = jnp.array([[0], [101]])
     is_token = columns >= starts
     mask = attention.causal_mask(150, window) & is_token[:, None]
     whole = attention.masked_attention(q, k, v, mask, 0.1)
@@ -299,6 +301,7 @@ def test_kernels_are_chosen_by_device_and_heads():
 )
 def test_products_are_of_bfloat16_where_the_device_has_it(platform, capability, dtype, monkeypatch):
     device = SimpleNamespace(platform=platform, **({"compute_capability": capability} if capability else {}))
+    # A device that is not here.
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert checkpoint.default_dtype() == dtype
 
@@ -322,6 +325,7 @@ def test_layers_of_small_models_on_a_cpu_are_unrolled():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("max_bytes", [5 * 10**9, 20_000])
 def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatch):
+    # A small model has several files.
     monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", max_bytes)
     model, params, tokenizer = load_model(FIXTURES / name, param_dtype="")
     save_model(tmp_path / "new", model, params, tokenizer)
@@ -572,7 +576,7 @@ def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
     assert fields["delta"] == (16, 32, 128, 128, 4)
 
 
-def test_gemma_3_is_loaded_under_the_names_of_later_versions_of_transformers(tmp_path):
+def test_gemma_3_loads_under_names_of_later_transformers(tmp_path):
     """The fixture has those of the published files: language_model.model, vision_tower."""
     name = "gemma3-wrapped"
 
@@ -587,7 +591,7 @@ def test_gemma_3_is_loaded_under_the_names_of_later_versions_of_transformers(tmp
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / name)[1])
 
 
-def test_fields_that_gemma_3_leaves_out_are_those_of_transformers():
+def test_missing_fields_of_gemma_3_are_those_of_transformers():
     """The text_config of google/gemma-3-4b-it."""
     from transformers import Gemma3Config
 
@@ -616,6 +620,7 @@ def test_fields_that_gemma_3_leaves_out_are_those_of_transformers():
 
 
 def test_a_download_without_network_says_so(monkeypatch):
+    # A machine without network.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="downloading .* failed"):
         load_model("nobody/no-such-model")
@@ -767,11 +772,12 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_templates_are_rendered_apart_as_transformers_renders_them(name, monkeypatch):
+def test_separate_process_renders_templates_as_transformers(name, monkeypatch):
     """Its own environment renders in this process; what goes wrong is compared, too."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers.utils import chat_template_utils
 
+    # What transformers itself would use.
     monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
     messages = [{"role": "system", "content": "a\u2028<é>\ud800"}, {"role": "user", "content": " b\n"}]
     variables = {
@@ -808,7 +814,7 @@ SMOLLM3 = (
 
 @pytest.mark.parametrize("template", [QWEN3, SMOLLM3], ids=["qwen3", "smollm3"])
 @pytest.mark.parametrize("is_file", [True, False], ids=["file", "field"])
-def test_a_saved_template_renders_the_prompts_of_training_by_default(template, is_file, tmp_path):
+def test_saved_template_renders_training_prompts_by_default(template, is_file, tmp_path):
     tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5]))
     prompts = {thinking: tokenizer.render([USER], thinking) for thinking in (True, False)}
     assert prompts[True] != prompts[False]
@@ -817,7 +823,8 @@ def test_a_saved_template_renders_the_prompts_of_training_by_default(template, i
     for thinking in (False, True, False):  # also one that was saved before, after training with the other
         load_tokenizer(tmp_path).with_training_prompts(thinking, "").save(tmp_path)
         saved = load_tokenizer(tmp_path)
-        assert saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False) == prompts[thinking]
+        found = saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+        assert found == prompts[thinking]
         assert saved.training_prompts == (thinking, "")
         for explicit, prompt in prompts.items():
             assert saved.render([USER], explicit) == prompt
@@ -831,7 +838,7 @@ def test_a_template_without_a_switch_is_saved_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("template", [QWEN3, SMOLLM2], ids=["qwen3", "smollm2"])
-def test_the_pipeline_of_transformers_prompts_a_saved_model_as_training_did(template, tmp_path):
+def test_transformers_pipeline_prompts_a_saved_model_the_same(template, tmp_path):
     """Its own code prepares the prompt, without torch: only the class of the arrays differs."""
     tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5]))
     for prefix in ("<think>\n", 'say "{{ x }}"', "", "="):  # the folder is that of the model before
@@ -858,12 +865,13 @@ def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 0, 0.9)
     assert (saved.max_new_tokens, saved.eos_token_id) == (64, [5, 6, tokenizer.hf.eos_token_id])
-    assert generation_settings(settings | {"temperature": 0}, 64) == {"max_new_tokens": 64, "do_sample": False}
+    found = generation_settings(settings | {"temperature": 0}, 64)
+    assert found == {"max_new_tokens": 64, "do_sample": False}
     assert tokenizer.with_generation({}).files.keys() >= tokenizer.files.keys()
 
 
 @pytest.mark.parametrize("is_rl", [True, False], ids=["rl", "sft"])
-def test_generation_config_has_all_stops_of_training_and_no_penalty_of_the_base(is_rl, tmp_path):
+def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
     """Read by transformers: what is not said here, or is the default, is not applied."""
     folder_with_template(tmp_path, QWEN3, [5])
     penalties = {

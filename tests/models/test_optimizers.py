@@ -91,7 +91,8 @@ def test_muon_orthogonalizes_each_layer_by_itself(shapes, names):
     for part, scale in zip(names, ((18 / 8) ** 0.5, 1.0), strict=True):
         name = next(name for name in after if part in name)
         for layer in range(L):
-            x, momentum = np.float64(by_name(params)[name][layer]), 0.0
+            x = np.float64(by_name(params)[name][layer])
+            momentum = 0.0
             for step, gradient in enumerate(gradients, 1):
                 g = np.float64(by_name(gradient)[name][layer])
                 momentum = 0.95 * momentum + 0.05 * g
@@ -105,7 +106,7 @@ def test_muon_orthogonalizes_each_layer_by_itself(shapes, names):
 # Learning rates
 
 
-def test_each_group_of_parameters_has_its_rate_and_all_have_one_schedule():
+def test_parameter_groups_have_own_rates_and_one_schedule():
     config = OptimizerConfig(
         optimizer="muon",
         lr=0.3,
@@ -157,11 +158,12 @@ def test_description():
     frozen = describe_optimizer(OptimizerConfig(**muon, train_vocab=False), params)
     assert "embedding" not in frozen
     assert frozen.endswith("constant; 60 frozen")
-    assert describe_optimizer(OptimizerConfig(), params) == "adamw for 420 parameters at 1e-06, constant"
+    found = describe_optimizer(OptimizerConfig(), params)
+    assert found == "adamw for 420 parameters at 1e-06, constant"
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_a_frozen_vocabulary_stays_as_it_is_and_norms_and_biases_do_not_decay(optimizer):
+def test_frozen_vocabulary_stays_and_norms_do_not_decay(optimizer):
     params = random_tree(SHAPES)
     gradient = jax.tree.map(np.zeros_like, params)
     config = OptimizerConfig(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from models import decoder
+from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.decoder import make_critic
-from models.names import CRITIC, VALUE_HEAD
+from models.names import CRITIC, VALUE_HEAD, Params
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, gradient_depth, slow
 from utils.batching import EMPTY, MicrobatchShape, RowSizes, choose_shapes, few_widths, packed_tokens, plan_microbatches
@@ -137,7 +138,8 @@ def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_unpacked_rows_are_those_that_were_packed(shards):
     """Values and gradients, against indexing in NumPy."""
-    sizes, width = random_sizes(num_groups=4), WIDTH
+    sizes = random_sizes(num_groups=4)
+    width = WIDTH
     tokens = tokens_of(sizes, width)
     packing = packing_of(sizes, width, shards)
     rng = np.random.default_rng(2)
@@ -156,14 +158,19 @@ def test_unpacked_rows_are_those_that_were_packed(shards):
     direction = np.where(is_computed[..., None], rng.standard_normal(rows.shape), 0).astype(np.float32)
     (of_packed,) = pull_rows(jnp.asarray(direction))
     (of_rows,) = pull(of_packed)
+    np.testing.assert_allclose(of_rows, sums_over_prompts(direction, sizes, shards), atol=1e-5)
+
+
+def sums_over_prompts(direction: np.ndarray, sizes: RowSizes, shards: int) -> np.ndarray:
+    """Returns the gradient of rows: that of a prompt is summed, in the first of a shard's rows that share it."""
     expected = np.zeros_like(direction)
-    for shard in np.split(np.arange(len(rows)), shards):
+    for shard in np.split(np.arange(len(direction)), shards):
         for row in shard:
             first = next(i for i in shard if sizes.prompts[i] == sizes.prompts[row])
             num_shared = sizes.prompt_lengths[row] - 1
             expected[first, :num_shared] += direction[row, :num_shared]
             expected[row, num_shared:] += direction[row, num_shared:]
-    np.testing.assert_allclose(of_rows, expected, atol=1e-5)
+    return expected
 
 
 LOOPS = ["qwen3-tied", "qwen3moe-tied", "qwen3_5-tied"]
@@ -171,22 +178,39 @@ UNROLLED = [f"{name} unrolled" for name in LOOPS]
 MODELS = [LOOPS[1], UNROLLED[0], *slow(LOOPS[0], LOOPS[2], *UNROLLED[1:], "gemma3-tied", "qwen3-tied critic")]
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
-    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of scored tokens."""
-    name, _, variant = case.partition(" ")
+def load_variant(name: str, variant: str) -> tuple[Decoder, Params]:
+    """Loads a fixture; "unrolled": without a loop over its layers, "critic": with one."""
     model, params, _ = load_model(FIXTURES / name, unroll=variant == "unrolled")
     if variant == "critic":
         params |= {CRITIC: make_critic(model, params)}
         params[CRITIC][VALUE_HEAD] += 0.1
-    sizes, width = random_sizes(num_groups=2), WIDTH
+    return model, params
+
+
+def random_experts(model: Decoder, scored: np.ndarray) -> np.ndarray:
+    """Returns recorded experts of scored tokens, counted from 1; 0 elsewhere."""
+    experts = np.tile(np.arange(1, model.num_experts + 1), (*scored.shape, model.num_hidden_layers, 1))
+    some = np.random.default_rng(4).permuted(experts, axis=-1)[..., : model.num_experts_per_tok]
+    return np.where(scored[..., None, None], some, 0).astype(np.int16)
+
+
+def assert_close_trees(found: Params, expected: Params, num_operations: int) -> None:
+    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    assert size > 0.1
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, num_operations, size)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
+    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of scored tokens."""
+    name, _, variant = case.partition(" ")
+    model, params = load_variant(name, variant)
+    sizes = random_sizes(num_groups=2)
+    width = WIDTH
     tokens = tokens_of(sizes, width, model.vocab_size)
     rng = np.random.default_rng(3)
-    routes = None
-    if model.num_experts:
-        experts = np.tile(np.arange(1, model.num_experts + 1), (*tokens.shape, model.num_hidden_layers, 1))
-        some = rng.permuted(experts, axis=-1)[..., : model.num_experts_per_tok]
-        routes = np.where(sizes.scored[..., None, None], some, 0).astype(np.int16)
+    routes = random_experts(model, sizes.scored) if model.num_experts else None
     weights = np.where(sizes.scored, rng.standard_normal(tokens.shape), 0).astype(np.float32)
 
     @partial(jax.jit, static_argnums=2)
@@ -204,7 +228,4 @@ def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
     found_logprobs, found = gradient(params, packing_of(sizes, width, 2), True)
     depth = gradient_depth(model, width, tokens.size)
     assert_close(found_logprobs[sizes.scored], logprobs[sizes.scored], depth, 20.0)
-    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
-    assert size > 0.1
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(x, y, depth, size)
+    assert_close_trees(found, expected, depth)

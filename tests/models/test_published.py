@@ -272,7 +272,8 @@ def config_of(name: str, fields: dict) -> transformers.PretrainedConfig:
 def of_transformers(config: transformers.PretrainedConfig) -> dict:
     """The fields of Decoder, from the attributes of a config of transformers."""
     rope = config.rope_parameters
-    full, local = rope.get(FULL, rope), rope.get(SLIDING, {})
+    full = rope.get(FULL, rope)
+    local = rope.get(SLIDING, {})
     fields = {name: getattr(config, name) for name in COMMON if name not in ("head_dim", "rope_theta")}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields |= {"head_dim": head_dim, "rope_theta": full["rope_theta"]}
@@ -373,7 +374,7 @@ OTHERS = {  # fields of each class that are not its defaults
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
+def test_missing_field_has_the_default_of_transformers(name):
     """Each field of each class: the same model without it, or a sentence that names it."""
     fields = config_of(name, SMALL | OTHERS[name]).to_dict()
     check(name, fields, config_of(name, fields))

@@ -21,7 +21,8 @@ def plain_gradient(params: Params, batch: Batch) -> Params:
         logprobs = jax.nn.log_softmax(decoder.logits(MODEL, params, batch.tokens)[:, :-1] / temperature)
         entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
         chosen = jnp.take_along_axis(logprobs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
-        mask, a = batch.mask[:, 1:], batch.advantages[:, 1:]
+        mask = batch.mask[:, 1:]
+        a = batch.advantages[:, 1:]
         ratio = jnp.exp(jnp.where(mask, chosen - batch.old_logprobs[:, 1:], 0))
         surrogate = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
         return -jnp.sum((surrogate + CONFIG.objective.entropy_coef * entropy) * mask) / mask.sum()

@@ -109,7 +109,7 @@ def hf_to_gguf(architecture: str, config: dict, tensor: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_converted_file_has_the_logits_of_the_folder_it_was_made_from(name, tmp_path):
+def test_converted_file_has_the_logits_of_its_folder(name, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", name)
     gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
     model, params, tokenizer = load_model(tmp_path / "model")
@@ -133,7 +133,7 @@ def test_the_factors_of_llama_31_are_recognized(tmp_path):
 
 
 @pytest.mark.parametrize("quantization, error", [("Q8_0", 1 / 127), ("BF16", 2**-8)])
-def test_quantized_matrices_become_the_numbers_that_they_stand_for(quantization, error, tmp_path):
+def test_quantized_matrices_become_their_numbers(quantization, error, tmp_path):
     """Within the distance of two neighboring numbers, as a share of the largest one of a block."""
     file = write_gguf(tmp_path / "model.gguf", "qwen3-tied", quantization=quantization)
     gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
@@ -155,7 +155,8 @@ def test_the_command_converts(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", "llama-untied")
     command = [sys.executable, "runs/gguf_to_hf.py", file, tmp_path / "model", "--dtype=float16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "of a LlamaForCausalLM; written to" in done.stdout, done.stderr
+    assert done.returncode == 0
+    assert "of a LlamaForCausalLM; written to" in done.stdout, done.stderr
 
 
 @needs_data
@@ -252,7 +253,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_file_that_cannot_be_converted_is_refused_by_its_reason(reason, tmp_path):
+def test_file_that_cannot_be_converted_is_refused_by_its_reason(reason, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", "llama-untied", REFUSED[reason])
     with pytest.raises(UserError) as raised:
         gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
@@ -276,6 +277,7 @@ def test_a_damaged_file_ends_in_one_sentence(tmp_path):
 
 def test_a_list_that_never_ends_is_given_up(tmp_path, monkeypatch):
     """A list of numbers without bytes: the reader would go round for ever."""
+    # The test waits a second instead of half a minute.
     monkeypatch.setattr(gguf_to_hf, "READ_SECONDS", 1)
     file = tmp_path / "model.gguf"
     numbers = ((3, 4), (0, 8), (1, 8), (1, 8), (ord("a"), 1), (9, 4), (4, 4), (1 << 60, 8))  # value and bytes
@@ -285,6 +287,7 @@ def test_a_list_that_never_ends_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    # A package that is not installed.
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match="pip install gguf"):
         gguf_to_hf.convert(tmp_path / "model.gguf", tmp_path / "model", FLOAT32)

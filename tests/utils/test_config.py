@@ -127,7 +127,7 @@ def test_options_of_groups_and_of_base_classes_are_the_same():
     assert not composed["group_size"].resumable
 
 
-def test_names_are_unique_over_groups_and_groups_hold_options_only():
+def test_names_are_unique_and_groups_hold_options_only():
     @dataclass(frozen=True)
     class Twice:
         first: Sampling = group(Sampling)
@@ -273,6 +273,7 @@ def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     ],
 )
 def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_path, capsys, monkeypatch):
+    # The table of removed options may be empty.
     monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=True))
     monkeypatch.setitem(REMOVED, "quiet", Removed(1, "it is chosen"))
     for name, text in {"FILE": "gone: 2", "QUIET": "quiet: 2", "DEFAULT": "gone: 1\nquiet: 1"}.items():
@@ -287,6 +288,7 @@ def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_
 
 def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
+    # The preset sets the variable for the whole process: it is put back.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     line = "--config configs/one_chip.py"
     assert mistake(line, capsys, grpo.Config).startswith(
@@ -296,12 +298,14 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     table = (ROOT / "docs/devices.md").read_text().partition("### One chip")[2]
     (own,) = re.findall(r"^\| Qwen3-0.6B, LoRA \| (.*) \|$", table, re.MULTILINE)
     for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
+        # A device that is not here.
         monkeypatch.setattr(startup, "find_devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
         assert read(line, grpo.Config).memory.remat == remat
         assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room
         assert seconds > 0
         assert kind in PEAKS
     joined = []
+    # One process of a job, which this test has not.
     monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: joined.append(settings))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     startup.join_processes.cache_clear()
@@ -310,7 +314,8 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     assert len(joined) == 1
 
 
-def test_no_command_preset_script_or_page_names_an_option_that_went(monkeypatch):
+def test_no_file_names_a_removed_option(monkeypatch):
+    # Presets for one chip ask which it is.
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
     for command in (grpo.Config, eval.EvalCommand, sampling.SamplingCommand, sft_config.SFTConfig):
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.keys())
@@ -409,7 +414,7 @@ def help_text(line: str, capsys, settings: type) -> str:
 
 
 @both
-def test_help_describes_the_options_needed_most_often_and_names_the_others(settings, capsys):
+def test_help_describes_common_options_and_names_others(settings, capsys):
     text = help_text("--help", capsys, settings)
     assert "\n  --group_size int = 8\n" in text
     assert "\n  The training loop: --lr --do_group_filter --ckpt_dir\n" in text
@@ -448,7 +453,7 @@ def test_few_options_are_needed_most_often(command):
 
 @both
 @pytest.mark.parametrize("line", ["--help all", "--help=all", "--helpfull"])
-def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings, line, capsys):
+def test_help_lists_each_option_once_under_its_class(settings, line, capsys):
     text = help_text(line, capsys, settings)
     order = [
         "Trains.",
@@ -480,7 +485,8 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
     assert read("--greedy 1 --sharding fsdp", settings) == make_config(settings, sharding="fsdp")
     assert "greedy" not in to_dict(read("--greedy 0", settings))
     (tmp_path / "old.yaml").write_text("greedy: 1")
-    assert read(f"--config {tmp_path / 'old.yaml'}", settings) == make_config(settings, sharding="fsdp")
+    found = read(f"--config {tmp_path / 'old.yaml'}", settings)
+    assert found == make_config(settings, sharding="fsdp")
     (tmp_path / "old.json").write_text('{"greedy": "", "use_flash": "", "lr": 1}')  # config.json of an old run
     assert read(f"--config {tmp_path / 'old.json'}", settings) == make_config(settings, lr=1.0)
 
@@ -517,7 +523,8 @@ def test_page_for_users_of_trl_names_options_with_their_defaults():
     defaults = dict(re.findall(r"`--(\w+)` \(`?([^`)]+)`?\)", page))
     values = to_dict(parse(grpo.Config, [f"--{name}={value}" for name, value in defaults.items()]))
     assert len(defaults) > 20
-    assert {name: values[name] for name in defaults} == {name: options[name].default for name in defaults}
+    found = {name: values[name] for name in defaults}
+    assert found == {name: options[name].default for name in defaults}
     for name, value in re.findall(r"`--(\w+) (\w+)`", page):
         assert value in options[name].choices
 
@@ -536,14 +543,14 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys):
     assert capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
-def test_a_file_that_is_not_there_is_named_without_the_number_of_the_error(capsys, tmp_path):
+def test_missing_file_is_named_without_the_error_number(capsys, tmp_path):
     with pytest.raises(SystemExit) as end, user_errors():
         sampling.read_prompts(str(tmp_path / "x.jsonl"))
     assert end.value.code == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/x.jsonl: No such file or directory\n"
 
 
-def test_passwords_of_addresses_are_hidden_and_never_taken_for_passwords():
+def test_passwords_in_addresses_are_hidden():
     addresses = {
         "http://me:pa/ss@host:5000/x": "http://me:***@host:5000/x",
         "postgresql://u:p@ss@h/db": "postgresql://u:***@h/db",

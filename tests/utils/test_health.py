@@ -46,7 +46,8 @@ def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
         told[step] = health_checks.find_warnings(step, WELL | changed)
     assert [step for step, found in told.items() if found] == [5, 6 + QUIET + 1]
     (sentence,) = told[5].values()
-    assert words in sentence and "--" in sentence, "and what to try"
+    assert words in sentence
+    assert "--" in sentence, "and what to try"
 
 
 def test_a_reward_that_is_the_same_everywhere_is_named():
@@ -96,7 +97,8 @@ def test_a_collapse_is_named_in_place_of_what_follows_from_it(before, after):
     assert told[3] == {"env/return": "the return fell from 0.34 to 0 after the update of step 3: lower --lr"}
     assert not any(told[:3] + told[4:])
     assert health_checks.find_warnings(40, HEALTHY) == {}
-    assert set(HealthChecks().find_warnings(1, FALLEN)) == {"env/groups_without_signal", "env/finished"}, "no fall"
+    found = set(HealthChecks().find_warnings(1, FALLEN))
+    assert found == {"env/groups_without_signal", "env/finished"}, "no fall"
 
 
 @pytest.mark.parametrize(("num_rollouts", "chance"), [(4, 0.5), (16, 0.1), (64, 0.05), (64, 0.3), (256, 0.9)])
@@ -176,7 +178,8 @@ def test_the_terminal_says_it(tmp_path, capsys):
     with Logger(tmp_path) as logger:
         logger.line(1, {"env/finished": 0.1})
         logger.line(2, {"env/finished": 0.1})
-    assert capsys.readouterr().out.count("warning: only 10% of the completions end before the limit") == 1
+    found = capsys.readouterr().out.count("warning: only 10% of the completions end before the limit")
+    assert found == 1
 
 
 @pytest.mark.parametrize(("num_failed", "names_it"), [(8, True), (5, True), (4, False)])

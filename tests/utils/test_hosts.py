@@ -53,13 +53,16 @@ SLURM = {
 )
 def test_what_started_this_process(env, expected, monkeypatch):
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"):
+        # The variables of the table, and no others.
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
+        # The variables of the table, and no others.
         monkeypatch.setenv(name, value)
     assert started_processes() == expected
 
 
 def test_one_process_joins_nothing(monkeypatch):
+    # Joining would wait for other processes.
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("it tried to"))
     assert make_layout(DeviceConfig()).is_main
     with pytest.raises(ZeroDivisionError), ending_together():
@@ -71,6 +74,7 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
     def initialize(**_):
         raise error
 
+    # A TPU host on which JAX finds no cluster.
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax, "config", SimpleNamespace(jax_platforms=None))
     monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
@@ -78,15 +82,18 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
     printed = capsys.readouterr().err
     assert printed.startswith("one process, since no cluster is found")
     assert str(error) in printed
+    # Said by the user.
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(UserError, match="set JAX_COORDINATOR_ADDRESS to host:port"):
         join_processes.__wrapped__()
+    # Said by the user, and wrong.
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     with pytest.raises(UserError, match="invalid literal .*'first': set JAX_COORDINATOR_ADDRESS"):
         join_processes.__wrapped__()
 
 
 def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch):
+    # A machine with the plugin of TPUs.
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: name == "libtpu")
     monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=None))
     (tmp_path / "vfio").mkdir()
@@ -94,12 +101,14 @@ def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch
     assert runtime.runs_on_cpu(tmp_path)
     (tmp_path / "vfio" / "0").touch()
     assert not runtime.runs_on_cpu(tmp_path)
+    # A machine without it.
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     assert runtime.runs_on_cpu(tmp_path)
 
 
 @pytest.mark.parametrize(("platforms", "expected"), [("cpu", True), ("cpu,tpu", True), ("cuda", False)])
 def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypatch):
+    # As JAX_PLATFORMS sets it.
     monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=platforms))
     assert runtime.runs_on_cpu() == expected
 
@@ -116,6 +125,7 @@ def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypat
 def test_products_of_a_float32_model_are_float32(backend, dtype, before, expected, monkeypatch):
     config = SimpleNamespace(jax_default_matmul_precision=before)
     config.update = lambda name, value: setattr(config, name, value)
+    # A backend that is not here.
     monkeypatch.setattr(runtime.jax, "config", config)
     monkeypatch.setattr(runtime.jax, "default_backend", lambda: backend)
     runtime.set_matmul_precision(dtype)
@@ -134,6 +144,7 @@ VMEM = "--xla_tpu_scoped_vmem_limit_kib=1"
     ],
 )
 def test_a_tpu_gets_the_options_that_its_compiler_knows(version, given, expected, monkeypatch):
+    # A release of libtpu, with the user's own arguments.
     monkeypatch.setattr(runtime.importlib.metadata, "version", lambda name: version)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
     for _ in range(2):

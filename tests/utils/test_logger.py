@@ -39,7 +39,7 @@ def test_numbers_of_all_kinds_become_valid_json(tmp_path):
         assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
 
 
-def test_resuming_drops_the_steps_that_will_run_again_and_half_lines(tmp_path):
+def test_resuming_drops_repeated_steps_and_half_lines(tmp_path):
     with Logger(tmp_path) as logger:
         for step in range(5):
             logger.log(step, {"x": step})
@@ -62,7 +62,7 @@ DAMAGE = {  # of the line of step 1
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp_path, capsys):
+def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     with Logger(tmp_path) as logger:
         for step in range(3):
@@ -114,16 +114,20 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch)
             },
         )
     clock = iter([0.0, 75.0, 200.0, 270.0])  # 15 and 65 seconds beside the steps, and 10
+    # A clock that the test moves.
     monkeypatch.setattr("utils.metrics.logger.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     with Logger(tmp_path, num_steps=40) as logger:
         for step in (1, 2, 3, 40):
             logger.line(step, {"times/step": 60.0})
     first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
-    assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
+    assert first == "step  1/40  500.0s   <5h left"
+    assert second.endswith(" 60.0s   38m left"), "the first one compiles"
     assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left"
     assert last == "step 40/40   60.0s"
-    assert [line.split("  ")[-1].strip() for line in (a, b, c)] == ["<39m left", "38m left", "38m left"]
-    assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
+    found = [line.split("  ")[-1].strip() for line in (a, b, c)]
+    assert found == ["<39m left", "38m left", "38m left"]
+    found = [line.split("  ")[-1].strip() for line in others]
+    assert found == ["700.0s", "<61m left", "45m left", "600.0s"]
 
 
 def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
@@ -142,53 +146,52 @@ def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
     assert [line.split("  ")[-1].strip() for line in lines[1:]] == ["<2m left", "2m left"]
 
 
-def test_lines_are_aligned_and_fit_into_120_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
-    training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
-    training["env/return"] = -0.1
-    other = training | {
-        "env/return": -0.125,
-        "env/correct_answer": 1.0,
-        "env/length": 1234.0,
-        "grad_norm": 0.0123,
-    }
+TRAINING = {
+    "env/return": -0.1,
+    "env/correct_answer": 0.25,
+    "env/length": 0.25,
+    "entropy": 0.25,
+    "grad_norm": 0.25,
+}
+WIDE = TRAINING | {
+    "env/return": -0.125,
+    "env/correct_answer": 1.0,
+    "env/length": 1234.0,
+    "grad_norm": 0.0123,
+    "times/step": 123.4,
+}
+WIDEST = WIDE | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123}
+
+
+def test_lines_are_aligned_and_fit_into_120_columns(tmp_path, capsys, monkeypatch):
+    # A wide terminal.
     monkeypatch.setenv("COLUMNS", "200")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
-        logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})
-        logger.line(10, other | {"times/step": 123.4})
+        logger.line(9, TRAINING | {"times/step": 1.0, "test_env/return": 0.5})
+        logger.line(10, WIDE)
         logger.line(11, {"env/return": 0.5, "times/step": 123.4})
-        logger.line(
-            12,
-            other
-            | {
-                "approx_kl": -1.234e-5,
-                "value/explained_variance": -0.123,
-                "times/step": 123.4,
-            },
-        )
+        logger.line(12, WIDEST)
     first, ninth, held_out, tenth, blank, late = capsys.readouterr().out.splitlines()
     assert first == "test     0/10000  return    0.5  correct  50.0%"
     assert held_out == "test     9/10000  return    0.5"
     for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
         assert ninth.index(word) == tenth.index(word), word
-    assert blank.index(" left") == tenth.index(" left") and "entropy" not in blank, "a metric keeps its place"
+    assert blank.index(" left") == tenth.index(" left"), "a metric keeps its place"
+    assert "entropy" not in blank
     assert late[:100] == tenth.replace("10/", "12/")[:100], "what comes when there is no room is left out"
     with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(
-            11,
-            other
-            | {
-                "approx_kl": -1.234e-5,
-                "value/explained_variance": -0.123,
-                "times/step": 123.4,
-            },
-        )
+        logger.line(11, WIDEST)
     full = capsys.readouterr().out.rstrip()
     assert max(map(len, (ninth, tenth, full))) <= 120
     assert "approx_kl -1.23e-05" in full
+
+
+def test_lines_fit_into_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    # A narrow terminal.
     monkeypatch.setenv("COLUMNS", "60")
     with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(11, other | {"times/step": 123.4})
+        logger.line(11, WIDE)
     line = capsys.readouterr().out.rstrip()
     assert len(line) <= 60
     assert "return" in line
@@ -199,6 +202,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     hostile = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\r\x08e\u202ef\ud800g\x00\n" + "x" * 10_000
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     terminal.isatty = lambda: False
+    # What a terminal gets.
     monkeypatch.setattr(sys, "stdout", terminal)
     with Logger(tmp_path) as logger:
         logger.sample("step 1", "prompt é", hostile, 1.0)
@@ -212,10 +216,12 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
 
 
 def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
+    # The user's own wish.
     monkeypatch.delenv("NO_COLOR", raising=False)
     with Logger(tmp_path) as logger:
         logger.sample("step 1", "p", "c", 1.0)
         assert "\x1b" not in capsys.readouterr().out
+        # A terminal.
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         logger.sample("step 1", "p", "c", 1.0)
         assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
@@ -252,8 +258,9 @@ def test_picture_does_not_depend_on_the_backend_of_a_notebook(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_run_alone_has_its_name_as_the_title_and_held_out_scores_are_dotted(tmp_path, monkeypatch):
+def test_single_run_is_titled_and_held_out_scores_are_dotted(tmp_path, monkeypatch):
     figures = []
+    # Keeps the figures.
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
     steps = np.arange(3.0)
     run = {"test_env/return": (steps, steps), "env/return": (steps, steps)}
@@ -274,7 +281,7 @@ def test_many_runs_fit_into_one_picture(tmp_path):
     plot_runs(runs, tmp_path / "population.png")
 
 
-def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):
+def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):
     steps = {step: {"entropy": 1.0 if step < 5 else 0.1} for step in range(1, 9)}
     for resume_step, first in ((None, 1), (3, 4), (6, 7)):
         with Logger(tmp_path, resume_step=resume_step) as logger:
@@ -286,4 +293,5 @@ def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):
         assert event["warning"].startswith("entropy has fallen from 1 to 0.1 nats")
     with Logger(tmp_path, resume_step=4) as logger:
         logger.warn(logger.step + 1, "loss", "not finite")
-    assert json.loads((tmp_path / "events.jsonl").read_text())["global_step"] == 5, "later ones will come again"
+    found = json.loads((tmp_path / "events.jsonl").read_text())["global_step"]
+    assert found == 5, "later ones will come again"

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,7 +133,7 @@ def test_embedded_json_ends_no_element_and_is_what_it_was(text):
     assert json.loads(embedded) == {text: [text, 0.5, None]}
 
 
-def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(tmp_path):
+def test_page_runs_its_own_scripts_only_and_loads_nothing(tmp_path):
     run = write_run(
         tmp_path / "run", rollouts={1: [row(0, text=text) for text in HOSTILE.values()]}, note=HOSTILE["script"]
     )
@@ -168,7 +169,7 @@ def test_thinning_keeps_the_ends_and_the_extremes(size):
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_running_mean_is_that_of_the_last_finite_values_and_keeps_gaps(size):
+def test_running_mean_reads_finite_values_and_keeps_gaps(size):
     values = np.random.default_rng(0).normal(size=size)
     values[size // 3 : size // 2] = np.nan
     last = [values[max(0, i + 1 - WINDOW) : i + 1] for i in range(size)]
@@ -176,7 +177,7 @@ def test_running_mean_is_that_of_the_last_finite_values_and_keeps_gaps(size):
     np.testing.assert_allclose(running_mean(values), expected, atol=1e-12)
 
 
-def test_steps_without_an_update_are_gaps_and_held_out_scores_are_joined(tmp_path):
+def test_steps_without_update_are_gaps_in_curves(tmp_path):
     with Logger(tmp_path) as logger:
         for step in range(7):
             update = {"entropy": 1.0} if step in (2, 5) else {}
@@ -187,7 +188,7 @@ def test_steps_without_an_update_are_gaps_and_held_out_scores_are_joined(tmp_pat
     np.testing.assert_array_equal(run["test_env/return"], [[0, 6], [0.5, 0.5]])
 
 
-def test_intervals_are_those_that_were_logged_and_stay_within_0_and_1(tmp_path):
+def test_intervals_are_as_logged_and_within_0_and_1(tmp_path):
     with Logger(tmp_path) as logger:
         logger.log(0, {f"test_env/{name}": x for name, x in mean_and_ci("correct_answer", np.eye(1, 64)[0]).items()})
         logger.log(1, {"test_env/correct_answer": 2.0, "test_env/correct_answer_ci": 0.5})
@@ -211,7 +212,8 @@ SCORES = {  # of evaluations: what the verdict says
 @pytest.mark.parametrize("name", SCORES)
 def test_the_verdict_compares_intervals(name):
     values, opening, flat = SCORES[name]
-    steps, values = np.arange(4.0) * 10, np.array(values)
+    steps = np.arange(4.0) * 10
+    values = np.array(values)
     run = {"test_env/correct_answer": (steps, values)}
     run |= {f"test_env/correct_answer_{end}": (steps, values + by) for end, by in (("low", -0.05), ("high", 0.05))}
     text = judge(run)["text"]
@@ -262,7 +264,7 @@ def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewa
         ([0.1], None, ""),
     ],
 )
-def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_path, lasts, kind, words):
+def test_seeds_are_judged_together_in_words_page_and_table(tmp_path, lasts, kind, words):
     runs = {}
     for seed, last in enumerate(lasts):
         with Logger(tmp_path / f"seed={seed}") as logger:
@@ -272,11 +274,13 @@ def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_pat
     write_report([tmp_path / name for name in runs], tmp_path / "all.html", {"all": list(runs)})
     data = re.search(r'id="data">(.*?)</script>', (tmp_path / "all.html").read_text(encoding="utf-8"), re.DOTALL)[1]
     verdicts = json.loads(data)["groups"]
-    assert [(verdict["name"], verdict["kind"]) for verdict in verdicts] == ([("all", kind)] if kind else [])
+    found = [(verdict["name"], verdict["kind"]) for verdict in verdicts]
+    assert found == ([("all", kind)] if kind else [])
     assert all(words in verdict["text"] for verdict in verdicts)
     table = format_runs(runs, {"all": list(runs)})
     assert table.splitlines()[1].split()[-2:] == ["before", "after"]
-    assert ("2 seeds  0.200 (too few seeds)  0.500 (too few seeds)" in table) == (kind == "open"), table
+    found = "2 seeds  0.200 (too few seeds)  0.500 (too few seeds)" in table
+    assert found == (kind == "open"), table
 
 
 def test_only_scores_of_the_same_problems_are_compared():
@@ -302,7 +306,7 @@ def test_the_change_of_a_share_stays_within_what_is_possible():
 
 
 @pytest.mark.parametrize(("num_tasks", "is_damaged"), [(200, False), (20, False), (200, True)])
-def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, num_tasks, is_damaged):
+def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, is_damaged):
     run = write_run(tmp_path / "run", num_steps=0)
     before = np.repeat(np.arange(num_tasks) % 2.0, 2)  # two rollouts of each problem
     after = before.copy()
@@ -376,7 +380,7 @@ def test_losses_of_the_same_held_out_rows_are_compared_in_pairs(tmp_path):
     assert run_data("run", run / "metrics.jsonl", 0)["verdict"]["kind"] == "same"
 
 
-def test_without_held_out_problems_blocks_of_training_are_compared():
+def test_training_is_compared_if_no_problems_are_held_out():
     steps = np.arange(1.0, 41)
     noise = np.random.default_rng(0).normal(size=40)
     assert judge({"env/return": (steps, noise + steps)})["kind"] == "better"
@@ -384,7 +388,7 @@ def test_without_held_out_problems_blocks_of_training_are_compared():
     assert judge({"env/return": (steps[:6], steps[:6])})["kind"] == "open", "one block"
 
 
-def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_path):
+def test_first_and_last_rollouts_of_a_problem_are_paired(tmp_path):
     rows = {
         name: [row(i, task=task) for i, task in enumerate(tasks)]
         for name, tasks in {
@@ -404,7 +408,7 @@ def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_pat
     assert pairs == [(1, 1, "gained"), (9, 1, "gained"), (1, 3, "lost"), (9, 3, "lost")], "one of each problem"
 
 
-def test_changes_of_all_held_out_problems_are_counted_and_pairs_of_each_class_are_shown():
+def test_changed_held_out_problems_are_counted_and_shown():
     before = [0, 0, 0, 0, 0, 0, 1, 1, 0.5, 0.5, 1, 1]
     after = [1, 1, 1, 1, 0.5, 0, 0, 0.5, 0.5, 1, 1, 1]
     rows = [[{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after)]
@@ -525,7 +529,8 @@ def test_tokens_are_written_with_what_is_known_of_each():
     assert second["advantage"] == 0.5
     assert "old_logprobs" not in second
     assert list(second["entropies"]) == [0.25, 2]
-    assert "tokens" not in third and third["reward_failed"], "tokens of the first two groups only"
+    assert "tokens" not in third
+    assert third["reward_failed"], "tokens of the first two groups only"
     names = {"group", "task", "text", "return", "length", "finished"}
     assert rollout_rows(episodes, 1, tokenizer, num_groups=0)[0].keys() == names
 
@@ -579,7 +584,8 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
         "return [...document.querySelectorAll('.plot')].map(lines)"
     )
     drawn = page.run(count)
-    assert len(drawn) >= 10 and min(drawn) >= 2, "a trace for each run in each panel"
+    assert len(drawn) >= 10
+    assert min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
     assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"]
     assert all(page.texts("#curves .note"))
@@ -637,7 +643,8 @@ def test_filters_and_colors(chromium, tmp_path):
     page.check()
 
 
-def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp_path):
+def write_run_with_held_out_problems(folder: Path) -> Path:
+    """Writes a run of 33 steps, the last three without an evaluation; of its problems one is gained."""
     talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]
     rows = [row(0, correct_answer=0.0), row(4, task=8, conversation=talk, correct_answer=1.0)]
     config = {
@@ -646,7 +653,7 @@ def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp
         "run": {"changed": ["lr"]},
         "test_env_name": "a",
     }
-    run = write_run(tmp_path / "run", rollouts={1: rows}, **config)
+    run = write_run(folder, rollouts={1: rows}, **config)
     for step, solved in ((0, [0.0, 1.0, 0.0]), (30, [1.0, 1.0, 0.0])):
         lines = [json.dumps(each | {"correct_answer": solved[i]}) + "\n" for i, each in enumerate(rows)]
         (run / "rollouts" / f"held_out_{step}.jsonl").write_text("".join(lines))
@@ -659,6 +666,11 @@ def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp
     log = (run / "metrics.jsonl").read_text().replace('kl": 0.1', 'kl": 0.0')
     log += "".join(json.dumps({"global_step": 30 + i, "times/step": x}) + "\n" for i, x in enumerate((90, 1, 2)))
     (run / "metrics.jsonl").write_text(log)
+    return run
+
+
+def test_held_out_problems_and_changed_settings_are_shown(chromium, tmp_path):
+    run = write_run_with_held_out_problems(tmp_path / "run")
     page = Page(chromium, [run], tmp_path / "report.html")
     assert page.texts("#strip h3") == ["3 held-out problems"]
     assert page.texts("#strip .key span") == ["1 gained", "1 solved both times", "1 solved neither time"]
@@ -680,25 +692,28 @@ def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp
     other = write_run(tmp_path / "other", test_env_name="b")
     page = Page(chromium, [run, other], tmp_path / "two.html")
     assert "different tasks (reward, test_env_name differ)" in page.texts("#tasks")[0]
-    chromium.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {
-            "width": 390,
-            "height": 600,
-            "deviceScaleFactor": 1,
-            "mobile": False,
-        },
-    )
+    assert_fits_a_phone(chromium, page)
+    page.check()
+
+
+def assert_fits_a_phone(chromium, page: Page) -> None:
+    phone = {
+        "width": 390,
+        "height": 600,
+        "deviceScaleFactor": 1,
+        "mobile": False,
+    }
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     try:
         for name in ("curves", "rollouts", "settings"):
             page.run(f"document.querySelector('nav a[href=\"#{name}-title\"]').click()")
             edges = "return [document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]]]"
-            (top,), (end,) = page.run(edges, f"#{name}-title", "top"), page.run(edges, ".bar", "bottom")
+            (top,) = page.run(edges, f"#{name}-title", "top")
+            (end,) = page.run(edges, ".bar", "bottom")
             assert top >= end, f"{name}: the bar covers the heading"
         assert page.run("return document.documentElement.scrollWidth") <= 390, "no sideways scrolling"
     finally:
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    page.check()
 
 
 def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
@@ -746,7 +761,8 @@ def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
     page.choose("step", "100")
     assert page.seconds < 5
     assert len(page.texts()) == 10
-    assert page.run("return document.querySelectorAll('#rollouts *').length") < 500, "only what is seen"
+    found = page.run("return document.querySelectorAll('#rollouts *').length")
+    assert found < 500, "only what is seen"
     page.choose("step", "")
     assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 3_000
     page.check()
@@ -801,11 +817,12 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
     assert len(marks) == len(events)
     assert events[0].startswith(marks[0].replace(":", "", 1))
     page.run("document.querySelector('.events li a:last-child').click()")
-    assert page.texts("#rollouts article:first-child .facts span:nth-child(2)") == [f"step {warning.split()[1]}"]
+    found = page.texts("#rollouts article:first-child .facts span:nth-child(2)")
+    assert found == [f"step {warning.split()[1]}"]
     page.check()
 
 
-def test_a_page_of_40_steps_is_light_and_says_where_it_comes_from(chromium, tmp_path):
+def test_page_of_40_steps_is_light_and_names_its_source(chromium, tmp_path):
     rows = [colored_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
     run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
     (run / "config.json").write_text(

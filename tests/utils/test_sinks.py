@@ -20,6 +20,7 @@ from utils.settings.groups import SinkConfig
 @pytest.fixture(autouse=True)
 def no_wandb_in_the_environment(monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE"):
+        # The user's own login is not used.
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", os.devnull)
 
@@ -75,6 +76,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
 
 
 def test_mlflow_holds_the_same_numbers(tmp_path, monkeypatch):
+    # One sink at a time.
     monkeypatch.setenv("WANDB_MODE", "disabled")
     for library in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(library, reason="pip install mlflow-skinny sqlalchemy alembic")
@@ -173,6 +175,7 @@ def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypa
 
         return call
 
+    # A package of which one call fails, and a login.
     monkeypatch.setitem(
         sys.modules,
         "wandb",
@@ -182,6 +185,7 @@ def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypa
             Table=list,
         ),
     )
+    # A login.
     monkeypatch.setenv("WANDB_API_KEY", "x")
     with start(tmp_path) as logger:
         for i in range(2):
@@ -209,6 +213,7 @@ def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, m
 
     if error:
         is_over.set()
+    # A sink that hangs is given up soon.
     monkeypatch.setattr("utils.metrics.sinks.MAX_SECONDS", 0.2)
     sink = GuardedSink("mine", lambda: SimpleNamespace(log=log, close=None))
     with Logger(tmp_path, sinks=[sink]) as logger:
@@ -227,6 +232,7 @@ def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, m
     [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"})],
 )
 def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, options, monkeypatch):
+    # A package that is not installed.
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"is not installed: `pip install {name}`"):
         start(tmp_path, **options)
@@ -234,13 +240,16 @@ def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, opt
 
 def test_a_run_goes_on_without_the_package_of_wandb_and_says_so(tmp_path, monkeypatch, capsys):
     """Whether it was named, or there is a login."""
+    # A package that is not installed.
     monkeypatch.setitem(sys.modules, "wandb", None)
     for options, key in (({"wandb_name": "x"}, ""), ({"wandb_group": "x"}, ""), ({}, "x")):
+        # A login, or none.
         monkeypatch.setenv("WANDB_API_KEY", key)
         start(tmp_path, **options).close()
         said = capsys.readouterr().out
         assert "not installed, so this run is not logged there: `pip install wandb`" in said
         assert said.count("\n") == 1
+    # Turned off by the user.
     monkeypatch.setenv("WANDB_MODE", "disabled")
     start(tmp_path, wandb_name="x").close()
     assert capsys.readouterr().out == ""
@@ -280,8 +289,10 @@ AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
 def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypatch, capsys):
     """By an option, or by a login alone, in one line that says how to leave it off."""
     for name, value in environment.items():
+        # Variables and logins of the table.
         monkeypatch.setenv(name, value)
     (tmp_path / "netrc").write_text(logins)
+    # Logins of the table.
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     made = []
     fake_run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
@@ -292,8 +303,10 @@ def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypa
         Settings=dict,
         Table=list,
     )
+    # Keeps what wandb is told.
     monkeypatch.setitem(sys.modules, "wandb", fake)
     start(tmp_path, **options).close()
     name, group = options.get("wandb_name", tmp_path.name), options.get("wandb_group")  # None: WANDB_RUN_GROUP counts
     assert made == ([(mode, name, group)] if mode else [])
-    assert ("WANDB_MODE=disabled leaves it off" in capsys.readouterr().out) == (bool(mode) and options == {})
+    found = "WANDB_MODE=disabled leaves it off" in capsys.readouterr().out
+    assert found == (bool(mode) and options == {})

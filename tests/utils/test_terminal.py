@@ -22,20 +22,21 @@ from utils.metrics.terminal import main_terminal, track, waiting
 terminal.INTERVAL = float(sys.argv[1])
 with waiting("held-out problems"), waiting("sampling", 4, "rows") as wait:
     wait.on_segment(0, 0, None, 32, np.array([10, 20, 64, 64]))
-    time.sleep(1.5)
+    time.sleep(1.1)
     main_terminal().on_compilation("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
-    time.sleep(1.5)
+    time.sleep(1.1)
     jax.jit(lambda x: x + 1)(np.ones(3))
-    time.sleep(0.5)
+    time.sleep(0.3)
 with waiting("updating"):
     for _ in track(range(3), "micro-batches"):
-        time.sleep(0.5)
+        time.sleep(0.3)
 print("end")
 """
 
 
-def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler_and_its_chains():
-    wait, counted = Wait("sampling", 6, "rows"), []
+def test_rows_and_tokens_are_counted_over_calls_and_chains():
+    wait = Wait("sampling", 6, "rows")
+    counted = []
     first_call = ((0, 0, 32, [10]), (0, 1, 32, [64]), (0, 1, 64, [64]))
     for call, first, t, lengths in (*first_call, (2, 0, 32, [5, 6]), (4, 0, 32, [64, 20]), (4, 0, 64, [64, 20])):
         wait.on_segment(call, first, None, t, np.array(lengths))
@@ -53,46 +54,50 @@ def test_an_evaluation_in_the_middle_of_a_run_says_what_it_is():
         evaluate_held_out(worker, {}, config, 0)
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-c", WAITS.format(root=str(ROOT))]
-    pipe = subprocess.PIPE
-    silent, talking = (
-        subprocess.Popen(
-            [*command, seconds],
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for seconds in ("60", "1.2")
-    )
-    process = subprocess.Popen(
-        [*command, "60"],
-        stderr=theirs,
-        stdout=pipe,
-        env=os.environ | {"COLUMNS": "100"},
-    )
-    os.close(theirs)
+def read_until_closed(terminal: int) -> str:
+    """Returns what is written to the other end of a pseudo-terminal."""
     said = b""
     while True:
         try:
-            said += os.read(ours, 4096)
+            said += os.read(terminal, 4096)
         except OSError:  # the other end is closed
-            break
+            return said.decode()
+
+
+def start_waiting(seconds: str, **options: object) -> subprocess.Popen:
+    """Starts the script above, which tells what it waits for at this interval where there is no terminal."""
+    command = [sys.executable, "-c", WAITS.format(root=str(ROOT)), seconds]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes | options)
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
+    ours, theirs = os.openpty()
+    silent = start_waiting("60")
+    talking = start_waiting("0.8")
+    process = start_waiting("60", stderr=theirs, text=False, env=os.environ | {"COLUMNS": "100"})
+    os.close(theirs)
+    said = read_until_closed(ours)
     assert process.wait(120) == 0
     assert process.stdout.read() == b"end\n"
-    lines = [line.strip() for line in said.decode().split("\r") if line]
+    lines = [line.strip() for line in said.split("\r") if line]
     sampling = next(i for i, line in enumerate(lines) if "rows" in line)
     assert "held-out problems  [############............]  2 of 4 rows  0:0" in lines[sampling]
     assert "tokens/s" in lines[sampling]
     compiling = next(i for i, line in enumerate(lines) if "held-out problems: compiling decode, program 1" in line)
     assert sampling < compiling < next(i for i, line in enumerate(lines) if "of 3 micro-batches" in line)
-    assert all(line.startswith("\x1b[K") for line in lines) and lines[-1] == "\x1b[K", "each replaces the one before"
+    assert all(line.startswith("\x1b[K") for line in lines), "each replaces the one before"
+    assert lines[-1] == "\x1b[K"
     seconds = [int(line.partition(" so far")[0][-1]) for line in lines if "held-out" in line]
-    assert seconds == sorted(seconds) and seconds[-1] >= 2 > seconds[0], "the clock goes on while programs are compiled"
+    assert seconds == sorted(seconds)
+    assert seconds[-1] >= 2 > seconds[0], "the clock goes on while programs are compiled"
     assert silent.communicate() == ("end\n", ""), "a line a minute"
-    out, written = talking.communicate()
+    assert_lines(*talking.communicate())
+
+
+def assert_lines(out: str, written: str) -> None:
+    """Asserts that what is waited for is told by lines where there is no terminal."""
     first, *others = written.splitlines()
     assert out == "end\n"
     assert re.match(r"held-out problems  2 of 4 rows  0:0\d so far  \d+ tokens/s$", first)

@@ -147,7 +147,8 @@ def test_the_kernel_attends_to_pages(num_tokens, num_heads, num_key_heads, windo
 def test_a_page_has_one_row_or_the_rows_of_a_prompt():
     """Rows come and go at random; every page is free, or a prompt's, or one row's."""
     rng = np.random.default_rng(0)
-    prompts, num_pages = np.repeat(np.arange(10), 4), 20
+    prompts = np.repeat(np.arange(10), 4)
+    num_pages = 20
     num_shared = (prompts % 3).astype(int)
     table = PageTable(2, 8, num_pages, 12, prompts, num_shared)
     length, num_aside = np.ones(40, int), 0
@@ -170,7 +171,7 @@ def test_a_page_has_one_row_or_the_rows_of_a_prompt():
     assert (table.table == NOWHERE).all()
 
 
-def test_the_chances_of_rows_are_the_shares_of_those_that_went_on():
+def test_chances_are_the_shares_of_rows_that_went_on():
     lengths = np.random.default_rng(0).geometric(0.01, 4000).clip(max=1000)
     for num_drawn in (0, 125, 250):
         (chances,), num_more = chances_to_go_on(lengths, np.array([num_drawn]), 1000)
@@ -209,10 +210,12 @@ def test_tokens_by_the_kernel_are_those_of_rows_in_step(kind, monkeypatch):
     weights = weights_of(sampler)
     in_step = sampler.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
     for module in (models.pages, core.chains.pages):
+        # The kernel of GPUs, which is interpreted on a CPU.
         monkeypatch.setattr(module, "paged_kernel", lambda model: "triton")
+    # What is computed at once is less than a row.
     monkeypatch.setitem(models.pages.KERNELS, "triton", partial(triton, interpret=True))
     monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
-    paged = replace(sampler, make_chain=PagedChain, paging=PAGING["few"])
+    paged = replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], num_pages=24))
     on_pages = paged.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
     np.testing.assert_array_equal(on_pages.tokens, in_step.tokens)
     np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -26,14 +27,14 @@ from core.chains.attach import attach
 from core.chains.turns import Conversations, TurnChain
 from core.config import Config
 from core.grpo import main
-from core.records import Completions
+from core.records import Completions, Episodes
 from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
 from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
-from extras.replay import read_stored, replay, task_index, weights_before
+from extras.replay import Stored, read_stored, replay, task_index, weights_before
 from models import decoder
 from models.architecture import FULL, SLIDING, Decoder
 from models.checkpoint import load_model
@@ -313,20 +314,25 @@ def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
         assert after.startswith("assistant: ")
 
 
+def play_again(groups: list[Sequence[Stored]], config: Config, step: int) -> Episodes:
+    """Plays stored groups from the run's seed, by the weights of their step."""
+    layout = single_device()
+    model, params, tokenizer = load_model(weights_before(groups[0][0], config), layout)
+    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        tasks = [task_index(worker, group[0].task) for group in groups]
+        places = np.array([group[0].position for group in groups])
+        return worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, places)
+
+
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
 def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
     """48 rows in all, from what is stored of each; the groups are played in reverse."""
     rows = [read_stored(rollouts(whole, step), row) for row in range(NUM_ROWS)]
     stored, (config, *_) = zip(*rows, strict=True)
     reverse = [stored[i : i + G] for i in range(NUM_ROWS - G, -1, -G)]
-    layout = single_device()
-    model, params, tokenizer = load_model(weights_before(stored[0], config), layout)
-    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
-    key = jax.random.fold_in(jax.random.key(config.seed), step)
-    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
-        tasks = [task_index(worker, group[0].task) for group in reverse]
-        places = [group[0].position for group in reverse]
-        episodes = worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, np.array(places))
+    episodes = play_again(reverse, config, step)
     assert len({len(row.turns) for row in stored}) > 2
     for row, expected in enumerate(row for group in reverse for row in group):
         length = episodes.completions.lengths[row]
@@ -336,7 +342,8 @@ def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
 
 def train_until_killed(folder: str) -> None:
     """Trains up to the first third turn of the last step; prints the processes that were started, and kills itself."""
-    end_turn, calls = Conversations.end_turn, []
+    end_turn = Conversations.end_turn
+    calls = []
 
     def kill_in_third_turn(self, row, turn, num_left):
         end_turn(self, row, turn, num_left)
@@ -371,7 +378,7 @@ def test_a_replay_says_why_its_tokens_may_be_others(step, reason, whole, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tmp_path):
+def test_run_killed_within_episodes_ends_as_a_whole_one(whole, tmp_path):
     code = f"from tests.core.chains import test_turns; test_turns.train_until_killed({str(tmp_path)!r})"
     (process,) = start_processes(code, num_devices=1)
     output, _ = process.communicate(timeout=300)
@@ -411,7 +418,8 @@ def test_the_bridge_is_that_of_qwen3(thinking):
     assert found.end == [151645]
     assert found.after(151645) == found.ids != found.after(0)
     text = "\n<|im_start|>user\nsay <|im_end|><|im_end|>\n" + opening
-    assert tokenizer.hf.decode(found.ids) == text and found.ids.count(151645) == 2, "what a message spells is a token"
+    assert tokenizer.hf.decode(found.ids) == text
+    assert found.ids.count(151645) == 2, "what a message spells is a token"
     found = tokenizer.bridge(asked, [{"role": "tool", "content": x} for x in "ab"], thinking)
     response = "<tool_response>\n{}\n</tool_response>"
     text = f"\n<|im_start|>user\n{response.format('a')}\n{response.format('b')}<|im_end|>\n"
@@ -422,5 +430,5 @@ def test_a_template_that_ends_a_reply_otherwise_is_refused():
     tokenizer = load_tokenizer(TINY)
     hf = copy(tokenizer.hf)
     hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match="ends a reply in another way"):
+    with pytest.raises(UserError, match="closes a reply differently"):
         Tokenizer(hf).bridge([{"role": "user", "content": "1"}], [{"role": "user", "content": "x"}])

@@ -96,12 +96,13 @@ def draw_again(folder: Path, step: int, model_step: int) -> np.ndarray:
 @pytest.mark.parametrize("case", ["replies", *slow("adapters", "turns")])
 def test_a_run_that_ended_early_goes_on_as_one_that_never_did(case, wholes, tmp_path):
     for steps in (2, 3, STEPS):
-        assert train(tmp_path / "run", **CASES[case], max_steps=steps, save_rollouts="all", save_interval=1) == 0
+        found = train(tmp_path / "run", **CASES[case], max_steps=steps, save_rollouts="all", save_interval=1)
+        assert found == 0
     assert_same(tmp_path / "run", wholes(case))
 
 
 @pytest.mark.slow
-def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(wholes, tmp_path, monkeypatch):
+def test_resuming_ahead_needs_the_saved_sampling_weights(wholes, tmp_path, monkeypatch):
     """So that the tests above could fail."""
     whole = records(wholes("replies"))  # a run that remembers: before the patch, if this test is the first
     assert train(tmp_path / "run", max_steps=3) == 0
@@ -111,6 +112,7 @@ def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(whole
         state, progress = restore(run, state)
         return grpo.replace(state, extra=jax.tree.map(lambda x: x * 1.1, state.extra)), progress
 
+    # A run that does not save the weights of the next rollouts.
     monkeypatch.setattr(grpo.Run, "restore", forgetful)
     assert train(tmp_path / "run") == 0
     assert records(tmp_path / "run") != whole
@@ -129,6 +131,7 @@ def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, who
             os.kill(os.getpid(), signal.SIGINT)
         return play(*args)
 
+    # The signal comes while the thread samples.
     monkeypatch.setattr(RolloutWorker, "play", signalled)
     flags = CASES[case] | {"save_rollouts": "all", "save_interval": 1}
     assert train(tmp_path / "run", **flags) == 128 + signal.SIGINT
@@ -152,6 +155,7 @@ def test_what_goes_wrong_in_the_thread_is_said_in_a_sentence(error, wholes, tmp_
         return play(*args)
 
     with monkeypatch.context() as patch:
+        # Errors are raised in the thread that samples.
         patch.setattr(RolloutWorker, "play", failing)
         assert train(tmp_path / "run") in (1, 2)
     said = capsys.readouterr().err
@@ -164,6 +168,7 @@ def test_what_goes_wrong_in_the_thread_is_said_in_a_sentence(error, wholes, tmp_
 
 def test_no_rollouts_are_drawn_behind_the_end(tmp_path, monkeypatch):
     play, calls = RolloutWorker.play, []
+    # Counts the calls.
     monkeypatch.setattr(RolloutWorker, "play", lambda *args: calls.append(args) or play(*args))
     assert train(tmp_path / "run", max_steps=2) == 0
     assert len(calls) == 2
@@ -194,13 +199,15 @@ APART = {
 def train_both(folder: Path, **flags) -> None:
     """Trains in each case with a held-out evaluation while the rollouts of the last step are drawn."""
     for name, options in APART.items():
-        assert train(folder / name, max_steps=3, test_env_name="poem-test", test_interval=2, **options, **flags) == 0
+        found = train(folder / name, max_steps=3, test_env_name="poem-test", test_interval=2, **options, **flags)
+        assert found == 0
 
 
 @pytest.mark.slow
 def test_devices_of_their_own_draw_the_same(tmp_path):
     """As one device that draws and trains; small programs are compiled for the one and the other."""
-    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    alone = tmp_path / "alone"
+    apart = tmp_path / "apart"
     train_both(alone)
     call = f"train_both(Path({str(apart)!r}), rollout_devices=1)"
     wait(start_processes(f"from tests.core.extensions.test_ahead import *; {call}", 2))

@@ -95,7 +95,7 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
 
 
-def test_scores_are_compared_since_the_last_change_of_what_they_mean():
+def test_scores_are_compared_since_their_meaning_changed():
     run = {"test_env/return": (np.array([0.0, 10, 20, 30]), np.array([1.0, 2, 3, 4]))}
     segments = [{"step": 10, "changed": {"env_options": ["", "prefix=```\n# x"]}, "data": {}, "comparable": False}]
     card = replace(card_of(**HELD_OUT), segments=segments)
@@ -131,6 +131,7 @@ def test_a_readme_of_ones_own_is_kept(tmp_path):
 
 def test_the_commit_is_named_in_a_checkout_only(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
+    # A folder without a repository, then one whose repository is broken.
     monkeypatch.setattr(cards, "ROOT", tmp_path)
     assert find_version() == "version 1.2"
     (tmp_path / ".git").mkdir()  # no repository: git fails

@@ -101,7 +101,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     process = start(arguments(**FLAGS, save_dir=folder))
     kill_at(process, folder, "step", 1, 0, signal.SIGTERM)
     said = process.stdout.read()
-    assert process.returncode == 128 + signal.SIGTERM and "is saved: the same command goes on from there" in said, said
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "is saved: the same command goes on from there" in said, said
     assert train(folder) == 0
     assert_same(folder, whole)
     assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
@@ -118,6 +119,7 @@ def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
         kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state))
         return end_step(run, progress, state, *rest)
 
+    # Looks at the state's memory in each step.
     monkeypatch.setattr(Run, "end_step", spy)
     assert train(folder, offload="optimizer") == 0
     assert kinds == {HOST}
@@ -149,6 +151,7 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
             time.sleep(0.01)
         return real(*args)
 
+    # The signal comes at a known place of a step.
     monkeypatch.setattr(grpo, place, signalled)
     assert train(tmp_path / "run") == 128 + signal.SIGINT
     reached = 3 if place == "collect" else 4
@@ -164,7 +167,7 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
     assert_same(tmp_path / "run", whole)
 
 
-def test_a_later_signal_ends_at_once_whatever_the_main_thread_does():
+def test_later_signal_ends_the_run_at_once():
     code = (
         "import hashlib, os, signal, threading, time; from utils.runs.shutdown import Signals\n"
         "def ask():\n  for seconds in (0.3, 0.1, 1.0): time.sleep(seconds); os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -189,10 +192,11 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
     assert_same(tmp_path / "run", whole)
     assert f"model: {tmp_path}/run/step{STEPS}" in capsys.readouterr().out
     assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1) == 0
-    assert {path.name for path in (tmp_path / "run" / "state").iterdir()} == {str(STEPS), str(STEPS + 1)}
+    found = {path.name for path in (tmp_path / "run" / "state").iterdir()}
+    assert found == {str(STEPS), str(STEPS + 1)}
 
 
-def test_the_last_models_are_kept_and_a_lost_one_is_written_again(whole, tmp_path, capsys):
+def test_last_models_are_kept_and_a_lost_one_is_rewritten(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     content = (folder / f"step{STEPS}/model.safetensors").read_bytes()
@@ -210,6 +214,7 @@ def test_the_last_models_are_kept_and_a_lost_one_is_written_again(whole, tmp_pat
 
 @pytest.mark.parametrize(("free", "words"), [(10_000, "each save writes a model"), (500_000, "no room for 3 models")])
 def test_a_disk_without_room_is_named_before_the_run(free, words, tmp_path, monkeypatch, capsys):
+    # The disk has so little room.
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     status = train(tmp_path / "run")
     printed = capsys.readouterr()
@@ -264,7 +269,8 @@ def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
 def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict | None = None) -> None:
     """Ends a step of one rollout of one token; it is no step to save."""
     ones = np.ones((1, 2), np.int32)
-    row, reward = np.ones(1, np.int32), np.ones(1, np.float32)
+    row = np.ones(1, np.int32)
+    reward = np.ones(1, np.float32)
     completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward, 0 * row)
     episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
     batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
@@ -275,7 +281,8 @@ def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict 
 
 def states(step: int) -> dict:
     rng = np.random.default_rng(step)
-    a, b = rng.normal(size=(64, 8)), rng.normal(size=100)
+    a = rng.normal(size=(64, 8))
+    b = rng.normal(size=100)
     return {"a": jnp.float32(a), "b": jnp.bfloat16(b), "step": jnp.int32(step)}
 
 
@@ -325,6 +332,7 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
         raise RuntimeError("no network")
 
     broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
+    # A login, and a package whose import fails.
     monkeypatch.setitem(sys.modules, "wandb", broken)
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.delenv("WANDB_MODE")
@@ -337,7 +345,7 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
+def test_flipped_byte_in_a_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
     """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
     short = tmp_path / "short"
     rng = np.random.default_rng(seed)
@@ -351,14 +359,18 @@ def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, t
         content[rng.integers(len(content))] ^= 1 << rng.integers(8)
         (folder / file).write_bytes(content)
         capsys.readouterr()
-        status, said = train(folder), capsys.readouterr()
+        status = train(folder)
+        said = capsys.readouterr()
         assert "Traceback" not in said.err + said.out, file
         if status:
-            assert status == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1, (file, said.err)
+            assert status == 2
+            assert said.err.startswith("error: ")
+            assert said.err.count("\n") == 1, (file, said.err)
             counts[f"refused in one sentence: {file}"] += 1
         else:
             assert checksum(folder, STEPS) == checksum(whole, STEPS), file
-            assert [record for record in records(whole) if record in records(folder)][-2:] == records(whole)[-2:], file
+            found = [record for record in records(whole) if record in records(folder)][-2:]
+            assert found == records(whole)[-2:], file
             counts["resumed, older state" if "is damaged and set aside" in said.out else "resumed"] += 1
         shutil.rmtree(folder)
     print(f"{len(files)} files: {dict(counts)}")
@@ -402,7 +414,7 @@ def test_the_host_computes_the_fingerprint_of_devices():
 # Settings
 
 
-def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_path, capsys):
+def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     options = {"lr": 1e-3}
     with started(small_run(tmp_path, **options)) as run:
         save(run, 1)
@@ -456,9 +468,10 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
 
 
-def test_a_segment_of_a_state_that_is_lost_begins_where_the_run_goes_on():
+def test_segment_of_a_lost_state_begins_where_the_run_resumes():
     segments = add_segment([], 6, {"lr": [1, 2]}, {}, is_comparable=True)
-    assert [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)] == [4, 4]
+    found = [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)]
+    assert found == [4, 4]
     assert add_segment(segments, 9, {}, {}, True) == segments
 
 
@@ -471,6 +484,7 @@ def test_segments_that_no_run_writes_are_named(segments, tmp_path):
 
 @pytest.mark.parametrize(("value", "outcome"), [(1, ""), (2, "note: {}"), ("x", "refused: {}")])
 def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
+    # The table of removed options may be empty.
     monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
     with started(small_run(tmp_path)) as run:
         save(run, 1)
@@ -529,7 +543,8 @@ def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
         env = make_env("dataset", path=str(tmp_path / "a.jsonl"), reward=f"{code}:reward")
         return replace(settings, env=env)
 
-    folder, code = tmp_path / "run", tmp_path / "rewards.py"
+    folder = tmp_path / "run"
+    code = tmp_path / "rewards.py"
     code.write_text("def reward(text): return 1.0")
     with started(small_run(folder, play())) as run:
         save(run, 1)
@@ -542,7 +557,7 @@ def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
-def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(name):
+def test_fingerprint_is_stable_and_differs_between_splits(name):
     envs = [make_env(split) for split in (name, name, f"{name}-test")]
     first, again, other = map(fingerprints.fingerprint_env, envs)
     assert first == again != other
@@ -553,7 +568,8 @@ DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
 
 def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
     """A template that writes the date writes that of the run's start, on whatever day the run goes on."""
-    model, folder = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    folder = tmp_path / "run"
     shutil.copytree(FLAGS["model_dir"], model)
     (model / "chat_template.jinja").write_text(DATED)
     flags = FLAGS | {"model_dir": model, "test_env_name": ""}
@@ -583,7 +599,7 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_what_the_run_before_wrote_and_cannot_be_read_is_not_compared(content, tmp_path, capsys):
+def test_unreadable_output_of_a_former_run_is_not_compared(content, tmp_path, capsys):
     file = tmp_path / "data.json"
     file.write_bytes(content)
     fingerprints.compare_runs(file, {"a": "5 problems, digest 0"}, "auto")
@@ -612,7 +628,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_in_use_is_refused_before_a_model_is_loaded_and_stays_as_it_is(whole, tmp_path):
+def test_folder_in_use_is_refused_before_a_model_is_loaded(whole, tmp_path):
     """This process holds the lock; the refused command is a process of its own."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -651,6 +667,7 @@ def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
 
 
 def test_default_folders_are_never_shared(tmp_path, monkeypatch):
+    # Default folders are made here, on one day.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "2026-01-02")
     made = [small_run("") for _ in range(3)]
@@ -667,6 +684,7 @@ def marker(pid: int, host: str = "node7", seconds: float = 1.0) -> str:
 @pytest.fixture
 def other_machine(tmp_path, monkeypatch) -> Path:
     """A lock file of a run on another machine."""
+    # A second of silence instead of minutes.
     monkeypatch.setattr(lock, "SILENCE", 1.0)
     monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
     file = tmp_path / ".lock"
@@ -714,11 +732,13 @@ def refuse_exchanges(monkeypatch) -> None:
     modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
     assert modules
     for module in modules:
+        # What filelock asks the file system.
         monkeypatch.setattr(module, "exchange_names", lambda *_: False)
 
 
 @pytest.mark.parametrize("kind", STALE)
 def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
+    # The test does not wait for minutes.
     monkeypatch.setattr(lock, "SILENCE", 0.3)
     other_machine.write_text(STALE[kind], errors="surrogateescape")
     if kind == "old":
@@ -737,15 +757,17 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
 
 
 def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypatch):
+    # The test does not wait for minutes.
     monkeypatch.setattr(lock, "SILENCE", 0.3)
     other_machine.write_text(marker(12, seconds=0.3))
     refuse_exchanges(monkeypatch)
+    # Another run takes the lock just before this one does.
     monkeypatch.setattr(SoftFileLease, "force_break", lambda _: other_machine.write_text(marker(13, seconds=0.3)))
     with pytest.raises(UserError, match="is in use by process 13 on node7"):
         FolderLock(other_machine.parent)
 
 
-def test_a_killed_run_frees_its_folder_at_once_and_a_stopped_one_keeps_it(tmp_path, capsys):
+def test_killed_run_frees_its_folder_and_stopped_run_keeps_it(tmp_path, capsys):
     program = f"from utils.runs.lock import *; lock = FolderLock(Path({str(tmp_path)!r})); print(flush=True); input()"
     holder = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -770,6 +792,7 @@ def test_a_lock_with_another_time_is_in_use(other_machine):
 
 
 def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, capsys):
+    # The lock is looked at twenty times a second.
     monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
     with pytest.raises(SystemExit) as end, started(small_run(tmp_path)) as run:
         end_step(run, 1)
@@ -828,7 +851,8 @@ LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.spli
 
 @pytest.mark.parametrize(("name", "kind"), LINKS)
 def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
-    path, target = tmp_path / "run" / name, tmp_path / "target"
+    path = tmp_path / "run" / name
+    target = tmp_path / "target"
     path.parent.mkdir(parents=True)
     TARGETS[kind](target)
     check_folder(tmp_path / "run")
@@ -839,7 +863,8 @@ def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
 
 def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
     """Hard links, as of a backup: what the run writes stays out of them."""
-    folder, backup = tmp_path / "run", tmp_path / "backup"
+    folder = tmp_path / "run"
+    backup = tmp_path / "backup"
     (folder / "wandb").mkdir(parents=True)
     (folder / "wandb" / "latest-run").symlink_to("run-1")  # as wandb makes it
     names = [name for name in WRITTEN.split() if "/" not in name or name.startswith("rollouts/")]
@@ -861,6 +886,7 @@ def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
 
 @pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
 def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
+    # Relative folders are made here.
     monkeypatch.chdir(tmp_path)
     assert train(save_dir) == 2
     error = capsys.readouterr().err
@@ -871,11 +897,14 @@ def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, mon
 
 def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
     limits = []
+    # The limits of this process stay as they are.
     monkeypatch.setattr(runtime.resource, "setrlimit", lambda _, pair: limits.append(pair))
     for soft, hard in ((32, 4096), (32, resource.RLIM_INFINITY), (256, 512)):
+        # A machine with these limits.
         monkeypatch.setattr(runtime.resource, "getrlimit", lambda _, pair=(soft, hard): pair)
         runtime.raise_file_limit()
     assert limits == [(1024, 4096), (1024, resource.RLIM_INFINITY), (512, 512)]
+    # A machine that refuses more files.
     monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (16, 16))
     with pytest.raises(ValueError, match="may open only 16 files"):
         runtime.raise_file_limit()
@@ -896,9 +925,12 @@ def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
 
 def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypatch):
     """A folder plays the bucket; the files of Orbax go to it directly."""
-    bucket, names = tmp_path / "bucket", ("here", "there")
+    bucket = tmp_path / "bucket"
+    names = ("here", "there")
+    # A folder stands for the bucket.
     monkeypatch.setattr(run_folder, "is_bucket", lambda name: name == str(bucket))
     for name, max_steps in zip(names, (4, STEPS), strict=True):
+        # Each machine has its own local folder.
         monkeypatch.setattr(run_folder, "local_folder", lambda _, name=name: tmp_path / name)
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
@@ -907,12 +939,14 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
     assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
     config = json.loads((bucket / "config.json").read_text())
     assert config["run"]["end"], "what is written at the end is there, too"
-    assert "max_steps" in config["run"]["changed"] and "temperature" not in config["run"]["changed"], "the defaults"
+    assert "max_steps" in config["run"]["changed"]
+    assert "temperature" not in config["run"]["changed"], "the defaults"
 
 
 @pytest.fixture
 def small_disk(whole, tmp_path, monkeypatch):
     """One on which the run `whole` has not quite room; without pictures, whose drafts would fill it now and then."""
+    # Drafts of pictures would fill the disk now and then.
     monkeypatch.setattr(run_folder.Run, "draw", lambda self: None)
     files = [path for path in whole.rglob("*") if path.suffix not in (".html", ".png")]
     folder = tmp_path / "disk"
@@ -933,8 +967,11 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     folder = small_disk / "run"
     assert train(folder) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "No space left" in error, error
-    assert "is saved: the same command goes on from there" in error and "[Errno" not in error, error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "No space left" in error, error
+    assert "is saved: the same command goes on from there" in error
+    assert "[Errno" not in error, error
     remount(small_disk, "size=50m")
     assert train(folder) == 0
     assert_same(folder, whole)
@@ -942,10 +979,12 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     remount(small_disk, "ro")
     assert train(folder) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "Read-only file system" in error, error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "Read-only file system" in error, error
 
 
-def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
+def test_only_the_first_orbax_error_is_printed(caplog):
     """tensorstore's callbacks on a closed loop, and tasks that nobody waits for; all other errors are."""
     seen, loop = [], asyncio.new_event_loop()
     hook = checkpoints.LateCallbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
@@ -965,6 +1004,7 @@ def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
 
 @pytest.mark.parametrize("kind", ["closed", "stuck", "full disk"])
 def test_output_that_nobody_takes_stops_nothing(kind, monkeypatch):
+    # The test does not wait for seconds.
     monkeypatch.setattr(logger, "PATIENCE", 0.01)
     read_end, write_end = os.pipe()
     if kind == "closed":

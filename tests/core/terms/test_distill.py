@@ -34,7 +34,7 @@ from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy
 from models.lora import make_policy
 from models.memory import check_room
-from models.names import ADAPTERS, EMBED, HEAD, LAYERS, TEACHER
+from models.names import ADAPTERS, EMBED, HEAD, LAYERS, TEACHER, Params
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
 from tests.helpers import MODEL, Letters, assert_close, random_params, slow, train_here
@@ -168,32 +168,44 @@ def sibling_prompts(batch: Batch) -> list[list[int]]:
     return [[5, 6, *text, 7] if row >= 0 else [] for row, text in zip(SIBLINGS, texts, strict=True)]
 
 
-def whole_gradient(kind: str, beta: float, prefixes: list[list[int]], is_taught: np.ndarray) -> tuple[dict, dict]:
-    """From the logits of all tokens of both models, [B, T, V], each row of the teacher's behind its prefix."""
-    batch, V = fresh_batch(), MODEL.vocab_size
+def teacher_logprobs(batch: Batch, prefixes: list[list[int]]) -> np.ndarray:
+    """Returns the teacher's log-probabilities [B, T - 1, V], each row read behind its prefix."""
     rows = [np.array([*prefix, *row]) for prefix, row in zip(prefixes, batch.tokens, strict=True)]
     width = max(map(len, rows))
     padded = np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype(np.int32)
-    logits = decoder.logits(OTHER, random_params(OTHER), padded)
+    logits = np.asarray(decoder.logits(OTHER, random_params(OTHER), padded))
     T = batch.tokens.shape[1]
     starts = [len(prefix) for prefix in prefixes]
-    log_q = np.stack([log_softmax(np.asarray(x[n : n + T - 1]) / 0.8) for x, n in zip(logits, starts, strict=True)])
+    return np.stack([log_softmax(x[n : n + T - 1] / 0.8) for x, n in zip(logits, starts, strict=True)])
+
+
+def distances(log_p: jax.Array, log_q: np.ndarray, beta: float) -> jax.Array:
+    """Returns the divergence of each token by its definition: forward KL, reverse KL or that of Jensen and Shannon."""
+    p, q = jnp.exp(log_p), np.exp(log_q)
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = jnp.log((1 - beta) * p + beta * q)
+    return ((1 - beta) * p * (log_p - log_m) + beta * q * (log_q - log_m)).sum(-1)
+
+
+def whole_gradient(kind: str, beta: float, prefixes: list[list[int]], is_taught: np.ndarray) -> tuple[dict, dict]:
+    """From the logits of all tokens of both models, each row of the teacher's behind its prefix."""
+    batch = fresh_batch()
+    log_q = teacher_logprobs(batch, prefixes)
     tokens = batch.tokens[:, 1:, None]
     mask = batch.mask[:, 1:] & (is_taught[:, None] > 0)
     of_q = np.take_along_axis(log_q, tokens, axis=-1)[..., 0]
 
-    def loss(params):
+    def loss(params: Params) -> jax.Array:
         log_p = jax.nn.log_softmax(decoder.logits(MODEL, params, batch.tokens)[:, :-1] / 0.8)
         if kind == SAMPLED:
             of_p = jnp.take_along_axis(log_p, tokens, axis=-1)[..., 0]
-            distances = -(of_q - batch.sample_logprobs[:, 1:]) * of_p
+            of_tokens = -(of_q - batch.sample_logprobs[:, 1:]) * of_p
         else:
-            p, q = jnp.exp(log_p), np.exp(log_q)
-            m = (1 - beta) * p + beta * q if 0 < beta < 1 else jnp.ones(V)
-            of = {0.0: q * (log_q - log_p), 1.0: p * (log_p - log_q)}
-            mixed = (1 - beta) * p * (log_p - jnp.log(m)) + beta * q * (log_q - jnp.log(m))
-            distances = of.get(beta, mixed).sum(-1)
-        return (distances * mask).sum() / batch.mask.sum()
+            of_tokens = distances(log_p, log_q, beta)
+        return (of_tokens * mask).sum() / batch.mask.sum()
 
     value, gradient = jax.value_and_grad(loss)(random_params())
     return gradient, {"distill/divergence": value, "distill/teacher_logprob": (of_q * mask).sum() / batch.mask.sum()}
@@ -205,6 +217,7 @@ CASES = ["reverse", *slow("forward", "jsd", SAMPLED)]
 @pytest.mark.parametrize("kind", CASES)
 def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
     """Through micro-batches, packing and chunks of the head, with prompts of the teacher that differ by row."""
+    # The head computes a few tokens at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 30 * MODEL.vocab_size)
     prefix = "rule" if kind in ("forward", SAMPLED) else SIBLING
     beta = {"jsd": 0.3}.get(kind, 0.5)
@@ -230,6 +243,7 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     """Equal rewards teach, and neither whitening nor the z-score of a group or a batch can erase the teacher."""
     learner = taught(distill=SAMPLED, distill_coef=0.5)
     found = []
+    # Keeps the batch that an update would get.
     monkeypatch.setattr(Learner, "update", lambda self, state, minibatch, done: found.append(minibatch))
     state = first_state(learner)
     _, batch = learner.score(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
@@ -256,6 +270,7 @@ def test_siblings_that_succeeded():
 @pytest.mark.slow
 def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     """Neither in an update nor of the teacher, which has no logits before."""
+    # The head computes a few tokens at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
     learner = taught(tokens=512)
     state, batch = learner.score(first_state(learner), fresh_batch())
@@ -267,9 +282,13 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     settings = learner.model, CONFIG.objective.loss, learner.distribution, state.params, sums, microbatch, packing
     text = accumulate.lower(*settings, {}, learner.beside).compile().as_text()
     text += teachers.hidden_states.lower(OTHER, random_params(OTHER), microbatch.tokens, packing).compile().as_text()
-    shapes = [[int(n) for n in dims.split(",")] for dims in re.findall(r"f32\[([\d,]+)\]", text)]
-    columns = [math.prod(dims) // MODEL.vocab_size for dims in shapes if MODEL.vocab_size in dims]
-    assert max(columns) == MODEL.hidden_size < microbatch.mask.sum() / 2, "heads and chunks of 8, no [B, T, V]"
+    assert most_columns(text) == MODEL.hidden_size < microbatch.mask.sum() / 2, "heads and chunks of 8, no [B, T, V]"
+
+
+def most_columns(program: str) -> int:
+    """Returns how many columns the largest array of a program has that is as wide as the vocabulary."""
+    shapes = [[int(n) for n in dims.split(",")] for dims in re.findall(r"f32\[([\d,]+)\]", program)]
+    return max(math.prod(dims) // MODEL.vocab_size for dims in shapes if MODEL.vocab_size in dims)
 
 
 def gradient_on_four_devices(file: str, mesh: str) -> None:
@@ -342,7 +361,8 @@ def test_what_distillation_goes_with(flags, tmp_path, capsys):
 
 
 def test_adapters_over_the_base_of_the_policy_are_no_second_copy(tmp_path):
-    folder, layout = FIXTURES / "lora-qwen3", single_device()
+    folder = FIXTURES / "lora-qwen3"
+    layout = single_device()
     config = make_config(
         Config,
         model_dir=str(FIXTURES / "qwen3-tied"),
@@ -418,7 +438,8 @@ def test_a_teacher_larger_than_memory_is_refused():
         ),
     ],
 )
-def test_what_a_teacher_needs_is_compared_with_memory_before_training(memory, words, tmp_path, capsys, monkeypatch):
+def test_memory_of_a_teacher_is_checked_before_training(memory, words, tmp_path, capsys, monkeypatch):
+    # A device with enough memory, and then one of both with too little.
     monkeypatch.setattr(Layout, "device_memory", 1 << 30)
     monkeypatch.setattr(Layout, memory, 10_000)
     assert train_here(tmp_path / "run", **RUN | {"teacher": FIXTURES / "qwen3-wide-heads"}) == 2
@@ -467,7 +488,7 @@ def test_system_message_that_the_template_drops_is_refused():
         make_prefix("Be brief.", tokenizer, worker_of(Problem([SUM])))
 
 
-def test_without_a_template_the_text_stands_on_a_line_before_the_prompt():
+def test_text_precedes_the_prompt_if_there_is_no_template():
     tokenizer = load_tokenizer(ROOT / "models" / "tiny")
     problem = Problem([SUM], plain=True)
     prefix = make_prefix("1+1", tokenizer, worker_of(problem))
@@ -475,7 +496,7 @@ def test_without_a_template_the_text_stands_on_a_line_before_the_prompt():
     assert make_prefix(SIBLING, tokenizer, worker_of(problem)).longest == 9 + len(tokenizer.encode(SHOWN + "\n"))
 
 
-def test_rows_with_a_longer_and_a_shorter_prompt_keep_their_completions():
+def test_rows_with_other_prompts_keep_their_completions():
     tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
     mask = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 1]], bool)
     batch = Batch(tokens, mask, np.zeros((2, 6)), np.zeros(2), np.array([4, 6]), np.array([2, 3]))
@@ -500,6 +521,7 @@ def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatc
         seen.append((self, batch, episodes, original(self, batch, episodes)))
         return seen[-1][-1]
 
+    # Keeps the prefixes that a run shows the teacher.
     monkeypatch.setattr(Prefix, "of_rows", of_rows)
     monkeypatch.setattr(teachers, "SUCCESS", 0.1)  # what a wrong answer in the right form earns
     options = "numbers=3,min_number=1,max_number=15,max_target=30,prompt=bare,prefix=<think>"
@@ -540,7 +562,8 @@ def test_ids_that_only_pad_the_teacher_get_no_probability():
     """For whole distributions and for sampled tokens alike, for tied heads and others."""
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12) + 10
     for model in (MODEL, replace(MODEL, tie_word_embeddings=True)):
-        params, layout = random_params(model), single_device()
+        params = random_params(model)
+        layout = single_device()
         heads = {name: params[name] for name in (EMBED, HEAD) if name in params}
         padded = params | {name: np.pad(x, [(0, 8), (0, 0)], constant_values=9) for name, x in heads.items()}
         found = teachers.without_padding(replace(model, vocab_size=208), padded, 200, layout)
@@ -548,7 +571,7 @@ def test_ids_that_only_pad_the_teacher_get_no_probability():
         np.testing.assert_array_equal(scores_of(*found, tokens).logprobs, scores_of(model, params, tokens).logprobs)
 
 
-def test_completions_that_are_cut_off_are_warned_of_with_a_remedy():
+def test_truncated_completions_are_warned_of_with_a_remedy():
     learner = taught()
     batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={COEFFICIENTS: np.float32([0] * 2 + [1] * 6)})
     updates = [SimpleNamespace(minibatch=select_rows(batch, np.arange(8)))]
