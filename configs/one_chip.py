@@ -5,7 +5,7 @@
     python core/grpo.py --config configs/one_chip.py --lora_rank 0 --lr 1e-6 --optimizer adafactor --grad_dtype bfloat16
 
 The last one trains all parameters. Rows are sampled at a time as many as fit. Not run by us; what each of them needs
-of each chip was compiled: docs/devices.md#one-chip.
+of each chip was compiled: docs/lab/compiled.md#one-chip.
 """
 
 import os

@@ -161,7 +161,7 @@ def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, 
     assert 0.92 < estimate / COMPILED_FOR_TPUS[name, num_devices, remat, num_tokens] < 1.08
 
 
-# Devices of a copy of the weights that samples, by model, devices and chips: docs/devices.md
+# Devices of a copy of the weights that samples, by model, devices and chips: docs/lab/compiled.md
 ROLLOUT = {
     ("Qwen3-1.7B", 8, 16.9): 1,
     ("Qwen3-4B", 8, 16.9): 2,

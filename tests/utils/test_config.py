@@ -295,7 +295,7 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
         "error: configs/one_chip.py knows Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
     )
     chips = runpy.run_path(str(ROOT / "configs/one_chip.py"))["CHIPS"]
-    table = (ROOT / "docs/devices.md").read_text().partition("### One chip")[2]
+    table = (ROOT / "docs/lab/compiled.md").read_text().partition("### One chip")[2]
     (own,) = re.findall(r"^\| Qwen3-0.6B, LoRA \| (.*) \|$", table, re.MULTILINE)
     for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
         # A device that is not here.
