@@ -25,7 +25,6 @@ from envs.base import ForcedAnswer
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
-from models.names import Array
 from tests.helpers import HYBRID, MODEL, GrowingSampler, Letters, assert_close, depth, on_layout, random_params, slow
 from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
 from tests.processes import on_four_devices
@@ -125,6 +124,7 @@ def assert_well_formed(r: Completions, forced: Mapping[int, Mapping[int, int]] =
 
 
 teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+compute_logits = jax.jit(decoder.logits, static_argnums=0)
 
 
 def assert_training_logprobs(r: Completions, model: Decoder = MODEL, temperature: float = 1.0) -> None:
@@ -135,9 +135,8 @@ def assert_training_logprobs(r: Completions, model: Decoder = MODEL, temperature
     assert_close(r.logprobs, expected, operations, LOGIT / temperature)
 
 
-@jax.jit
-def logits_of(tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    return decoder.logits(MODEL, random_params(), tokens)
+def logits_of(tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
+    return np.asarray(compute_logits(MODEL, random_params(), tokens))
 
 
 def one_by_one(
@@ -420,7 +419,7 @@ def test_nor_on_the_devices(tmp_path):
 def test_truncated_sampling_in_a_completion():
     distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
     r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
-    logits = np.asarray(logits_of(r.tokens))
+    logits = logits_of(r.tokens)
     sizes = set()
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
@@ -446,7 +445,7 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
     assert np.isfinite(scores.logprobs).all()
     assert np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
-    logits = np.asarray(logits_of(r.tokens))
+    logits = logits_of(r.tokens)
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
         entropy = -(np.exp(logprobs) * logprobs).sum()
