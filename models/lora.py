@@ -46,26 +46,30 @@ class LoraConfig:
 
     lora_rank: int = option(
         0,
-        "Rank of the adapters that are trained in place of the (frozen) parameters; 1 to 32 suffice for "
-        "RL, with about 10 times the --lr; 0: all parameters are trained; where --model_dir holds adapters, theirs",
+        "Rank of LoRA adapters, trained while the model's own weights stay frozen; 0: train all parameters. For RL "
+        "ranks 1 to 32 suffice, with about 10 times the --lr. If --model_dir holds adapters, their rank is used",
         essential=True,
     )
     lora_alpha: float = option(
-        32.0, "Scale of the adapters, as a multiple of 1 / --lora_rank; where --model_dir holds adapters, theirs"
+        32.0,
+        "Scale alpha of the adapters; their output is multiplied by alpha / rank. If --model_dir holds adapters, the "
+        "alpha saved with them is used",
     )
     lora_experts: bool = option(
-        True, "Adapters for each expert of a mixture too, besides attention; without them they are a thirtieth as large"
+        True,
+        "Train adapters of each expert of an MoE model, besides those of attention; 0: of attention only, about a "
+        "thirtieth of the size",
     )
     lora_merge: str = option(
         "auto",
-        "Sampling from a copy of the weights with the adapters added, made once a step; never: adapters are computed "
-        "beside the weights, for each token; auto: a copy where memory has room for it",
+        "Weights that sample; always: a copy of the base with the adapters added, made once a step; never: base and "
+        "adapters, computed side by side for each token; auto: a copy if memory has room for it",
         ["auto", "always", "never"],
     )
     base_dtype: str = option(
         "",
-        "Data type of the weights below adapters; int8: with a scale for each output channel, in sampling and updates "
-        "alike; empty: as --dtype",
+        "Data type of the frozen weights below adapters; int8: with a scale for each output channel, in sampling and "
+        "updates alike; empty: as --dtype",
         ["", "int8"],
     )
 

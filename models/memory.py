@@ -44,21 +44,21 @@ class MemoryConfig:
 
     remat: str = option(
         "auto",
-        "Rematerialization in the backward pass; none: nothing is recomputed, dots: all but matrix products, full: "
-        "each layer (least memory, most work); auto: the first of these that fits in memory",
+        "What the backward pass recomputes to save memory; none: nothing; dots: all but matrix products; full: each "
+        "layer (least memory, most work); auto: the first of these that fits in memory",
         ["auto", "none", "dots", "full"],
         resumable=True,
     )
     tokens_per_microbatch: int = option(
         0,
-        "Packed tokens, a prompt that rows share once, on each device in one forward and backward pass; results differ "
-        "by rounding only; 0: as many as fit in memory",
+        "Packed tokens on each device in one forward and backward pass; a prompt that rows share counts once; results "
+        "differ by rounding only; 0: as many as fit in memory",
         resumable=True,
     )
     offload: str = option(
         "",
-        "optimizer: its state is kept in the host's memory, and on the devices during its step only; results are the "
-        "same",
+        "What is kept in the host's memory; optimizer: its state, which is on the devices during its step only; "
+        "results are the same; empty: nothing",
         ["", "optimizer"],
         resumable=True,
     )

@@ -117,45 +117,47 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "Optimizer; muon: Muon for the matrices of the layers (or A and B of their adapters), AdamW for all other "
-        "parameters",
+        "Optimizer; muon: Muon for the layers' matrices (or the A and B of their adapters), AdamW for all "
+        "other parameters",
         list(OPTIMIZERS),
     )
     lr: float = option(
         1e-6,
-        "Peak learning rate; with --optimizer muon that of norms and biases only (embedding, head and critic have "
-        "their own)",
+        "Peak learning rate; with --optimizer muon that of norms and biases only; embedding, head and critic have "
+        "options of their own",
         essential=True,
     )
     matrix_lr: float = option(0.02, "Peak learning rate of the layers' matrices with --optimizer muon")
     embedding_lr: float = option(
         0.2,
-        "Peak learning rate of the embedding, tied or not, with --optimizer muon, scaled by (width / 768)^-0.5; "
-        "made for weights of standard deviation 1: Qwen's, near 0.02, need less",
+        "Peak learning rate of the embedding with --optimizer muon, times (width / 768)^-0.5. The default fits "
+        "embeddings of standard deviation 1; Qwen's, near 0.02, need a lower rate",
     )
     unembedding_lr: float = option(
-        0.004, "Peak learning rate of an untied head with --optimizer muon, scaled by (width / 768)^-0.5"
+        0.004, "Peak learning rate of an untied head with --optimizer muon, times (width / 768)^-0.5"
     )
-    critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae; AdamW trains it")
-    init_lr_frac: float = option(1.0, "Factor of all learning rates")
+    critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae, which AdamW trains")
+    init_lr_frac: float = option(1.0, "Factor by which all learning rates are multiplied")
     lr_schedule: str = option(
         "constant",
-        "Schedule of all learning rates after warm-up: constant, or down to 0 at the end of the run (--max_steps, "
-        "or --num_epochs if that comes first)",
+        "Schedule of all learning rates after warm-up; linear, cosine: they fall to 0 at the end of the run "
+        "(--max_steps, or --num_epochs if that comes first)",
         ["constant", "linear", "cosine"],
     )
     warmup_steps: int = option(0, "Optimizer steps over which learning rates rise linearly to their peaks; 0: none")
     weight_decay: float = option(
-        1e-2, "Weight decay per optimizer step, as a multiple of the learning rate; norms and biases have none"
+        1e-2, "Weight decay in an optimizer step, as a multiple of the learning rate; norms and biases have none"
     )
     b1: float = option(0.9, "Decay rate of AdamW's first moment")
     b2: float = option(0.95, "Decay rate of AdamW's second moment")
-    adam_eps: float = option(1e-8, "Epsilon of AdamW, added to the root of the second moment")
+    adam_eps: float = option(1e-8, "Epsilon of AdamW, added to the square root of the second moment")
     mu_dtype: str = option(
         "", "Data type of the first moment of AdamW and Muon; empty: float32", ["", "bfloat16", "float32"]
     )
-    max_grad_norm: float = option(1.0, "Largest global norm of the gradient; a larger one is scaled down to it")
-    train_vocab: bool = option(True, "Training of the embedding and the head; 0: they stay as they are")
+    max_grad_norm: float = option(
+        1.0, "Limit on the global norm of the gradient; a larger gradient is scaled down to it"
+    )
+    train_vocab: bool = option(True, "Train the embedding and the head; 0: leave them unchanged")
 
     def __post_init__(self):
         for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):

@@ -36,21 +36,22 @@ class DeviceConfig:
 
     sharding: str = option(
         "fsdp",
-        "Sharding of parameters over the devices of each slice or GPU host; dp: each device has a copy",
+        "How weights and training state are sharded over the devices of each slice or GPU host; fsdp: every array; tp: "
+        "heads and MLPs; fsdp_tp: both; dp: not at all, each device has a copy",
         list(SHARDINGS),
         resumable=True,
     )
     mesh: str = option(
         "",
-        "Mesh as axis=devices with commas between, for example fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8 "
+        "Mesh of devices as axis=size with commas between, as in fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8 "
         "devices; empty: by --sharding",
         resumable=True,
     )
     rollout_tp: int = option(
         0,
-        "Number of devices over which a copy of the weights that sample is cut, as tp cuts it: the tp of --mesh, that "
-        "times its fsdp, or, where tp is 1, a divisor of fsdp; tokens differ by rounding only; 0: as few as leave room "
-        "for rows",
+        "Number of devices that share a copy of the weights for sampling, sharded as tp shards them: the mesh's tp, or "
+        "tp times fsdp, or a divisor of fsdp if tp is 1; tokens differ by rounding only; 0: as few as leave "
+        "room for rows",
         resumable=True,
     )
 
@@ -61,8 +62,8 @@ class TrainDeviceConfig(DeviceConfig):
 
     rollout_devices: int = option(
         0,
-        "Number of devices, the last ones, that draw rollouts under --ahead 1, while the others, those of --mesh, "
-        "train; 0: one device does both",
+        "Number of devices, the last ones, that sample rollouts with --ahead 1, while the others (--mesh) train; 0: "
+        "one device does both",
         resumable=True,
     )
 

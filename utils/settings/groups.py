@@ -13,15 +13,18 @@ class UpdateConfig:
     groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
     group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
     max_resampling: float = option(
-        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
+        4.0,
+        "Limit on the groups sampled in a step, as a multiple of --groups_per_batch; groups without signal count too",
     )
     ppo_minibatch: int = option(64, "Rollouts of one optimizer step; 0: the whole batch")
-    ppo_epochs: int = option(1, "Passes of the optimizer over the batch of a step")
+    ppo_epochs: int = option(1, "Passes of the optimizer over the batch of a step (epochs)")
     target_kl: float = option(
-        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
+        0.0,
+        "Limit on the mean approx_kl of an epoch, nats per token: above it the step runs no further epoch; 0: no limit",
     )
     do_inference_logprobs: bool = option(
-        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
+        False,
+        "Use the sampler's log-probabilities as the old ones, instead of computing them with the training graph",
     )
 
     def __post_init__(self):
@@ -42,10 +45,11 @@ class EvalConfig:
     """Evaluation."""
 
     num_eval_tasks: int = option(
-        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
+        -1,
+        "Problems in an evaluation, the first of the split; 0: all; -1: as the environment sets it (512; gsm8k: all)",
     )
     num_eval_samples: int = option(
-        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
+        1, "Completions of each problem in an evaluation; it computes pass@k and best-of-n up to this number"
     )
 
     def __post_init__(self):
@@ -61,13 +65,13 @@ class ComputeConfig:
 
     dtype: str = option(
         "",
-        "Data type of matrix multiplications; empty: bfloat16, and float32 on a CPU or a GPU before Ampere",
+        "Data type of matrix products; empty: bfloat16, but float32 on a CPU or a GPU before Ampere",
         ["", "bfloat16", "float32"],
     )
     kv_dtype: str = option(
         "",
-        "Data type of the KV cache; empty: as --dtype; int8: about half the memory and traffic, but probabilities "
-        "that differ a little from the trainer's (see --importance_correction)",
+        "Data type of the KV cache; int8: about half the memory and traffic, but the sampler's probabilities differ a "
+        "little from the trainer's (see --importance_correction); empty: as --dtype",
         ["", "int8"],
     )
 
@@ -83,16 +87,18 @@ class SinkConfig:
 
     wandb_project: str = option(
         "",
-        "Project at Weights & Biases, where the run is logged if this, its name or its group is given, or after `wandb "
-        "login` or with WANDB_API_KEY, unless WANDB_MODE is disabled; empty: lmpo",
+        "Weights & Biases project; empty: lmpo. A run is logged there if a --wandb option is given, after `wandb "
+        "login`, or if WANDB_API_KEY is set; WANDB_MODE=disabled turns logging off",
         resumable=True,
     )
-    wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow; empty: its folder's", resumable=True)
+    wandb_name: str = option(
+        "", "Name of the run at Weights & Biases and MLflow; empty: the name of its folder", resumable=True
+    )
     wandb_group: str = option("", "Group of the run at Weights & Biases; empty: WANDB_RUN_GROUP", resumable=True)
-    tensorboard: bool = option(False, "TensorBoard event files in <save_dir>/tensorboard", resumable=True)
+    tensorboard: bool = option(False, "Write TensorBoard event files to <save_dir>/tensorboard", resumable=True)
     mlflow: str = option(
         "",
-        "Address of an MLflow store to log to, for example sqlite:///mlflow.db or http://host:5000; empty: none",
+        "Address of the MLflow store that logs the run, as in sqlite:///mlflow.db or http://host:5000; empty: none",
         resumable=True,
     )
 
@@ -108,42 +114,45 @@ class RunConfig(SinkConfig):
 
     save_dir: str = option(
         "",
-        "Run folder, local or gs://... or s3://...; a run in it is resumed; empty: runs/<environment>-<time>",
+        "Run folder: a local path, gs://... or s3://...; a run in it is resumed; empty: runs/<environment>-<time>",
         resumable=True,
         essential=True,
     )
     resume: str = option(
         "auto",
-        "Treatment of a run in --save_dir; auto: resumed unless an option that changes its results differs, force: "
-        "resumed in any case, never: an error",
+        "What to do with a run in --save_dir; auto: resume it, unless an option that changes its results differs; "
+        "force: resume it in any case; never: end with an error",
         ["auto", "force", "never"],
         resumable=True,
     )
     save_interval: int = option(
-        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True
+        20, "Steps between two checkpoints (model and training state); 0: only one at the end", resumable=True
     )
     keep: int = option(
-        0, "Saved models to keep: the last N of stepN/; best/ stays beside them; 0: all", resumable=True
+        0, "Number of saved models stepN/ to keep, the last ones; best/ always stays; 0: all", resumable=True
     )
     save_best: bool = option(
         False,
-        "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
+        "Copy the model with the best held-out return so far, step 0 included, to <save_dir>/best",
         resumable=True,
     )
     save_dtype: str = option(
         "",
-        "Data type of the weights in saved models; bfloat16 takes half the space of float32, and rounds; empty: that "
-        "of training",
+        "Data type of the weights in saved models; bfloat16, float16: half the space of float32, rounded; empty: as in "
+        "training",
         ["", "float32", "bfloat16", "float16"],
         resumable=True,
     )
     save_rollouts: str = option(
         "sample",
-        "Rollouts written at each step; sample: two groups, all: all groups, with token ids, masks and returns",
+        "Rollouts written at each step; sample: two groups; all: all groups, with token ids, masks and "
+        "returns; none: none",
         ["all", "sample", "none"],
         resumable=True,
     )
-    profile: bool = option(False, "jax.profiler trace of the run's third step, in <save_dir>/profile", resumable=True)
+    profile: bool = option(
+        False, "Write a jax.profiler trace of the run's third step to <save_dir>/profile", resumable=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
