@@ -2,7 +2,6 @@
 
     python core/eval.py --model_dir runs/countdown/step60    # on the environment, and with the sampling, of the run
     python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
-    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5     # draws a rollout of a run again
 """
 
 import gc
@@ -63,23 +62,6 @@ class OutputConfig:
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
-    """Replay of a rollout."""
-
-    replay: str = option(
-        "",
-        "Rollouts of a run, RUN/rollouts/step_N; one of them is sampled again with the settings of the run, instead "
-        "of an evaluation; empty: evaluate",
-    )
-    row: int = option(0, "Row of --replay, counted from 0")
-    from_turn: int = option(
-        0,
-        "Turn of --replay, counted from 1, from which --num_eval_samples other episodes are sampled; 0: replay the "
-        "row as it was",
-    )
-
-
-@dataclass(frozen=True)
 class EvalCommand:
     """Evaluation of checkpoints."""
 
@@ -90,7 +72,6 @@ class EvalCommand:
     rewards: RewardConfig = group(RewardConfig)
     compute: ComputeConfig = group(ComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
-    replay: ReplayConfig = group(ReplayConfig)
 
 
 def parse_command(argv: Sequence[str]) -> EvalCommand:
@@ -106,7 +87,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     this machine. Raises: UserError for a run of others that would run code.
     """
     run, trained = find_run(str(options.get("model_dir", "")))
-    if not trained and "replay" not in options:
+    if not trained:
         trained = demo_of_tiny(options)
     others = trained.keys() - options_of(EvalCommand).keys()  # as test_env_options, which only the run can have set
     name_source(run, others)
@@ -193,11 +174,6 @@ def training_note(folder: Path, env: EnvConfig) -> str:
 
 def main(config: EvalCommand) -> None:
     layout = make_layout(config.devices, config.output.model_dir)
-    if config.replay.replay:
-        from extras.replay import replay
-
-        row, from_turn = config.replay.row, config.replay.from_turn
-        return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout, to_dict(config))
     environments = resolve_test_environments(config)
     names = config.output.model_dir.split(",")
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name)]

@@ -1,7 +1,18 @@
-"""Chat in a browser with several models side by side, such as a base model and what was trained from it.
+"""Serves a chat in a browser with several models side by side, such as a base model and what was trained from it.
+
+    python extras/chat_web.py --ckpt_dir models/tiny,runs/demo/step24 --port 8000
 
 The server answers this machine only, and only its own page: other sites that a browser has open can reach it too.
 """
+
+import gc
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
+    import utils.settings.packages  # noqa: F401 (says what to install)
 
 import base64
 import contextlib
@@ -9,25 +20,83 @@ import hashlib
 import json
 import re
 import socket
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 import jax
 
+from core.chat.models import ChatCommand, ChatModel, load_chat_models
 from core.chat.terminal import Model, ShowText
+from core.run.foreign import find_run, settings_with_code
+from envs import make_env, test_name
+from envs.base import Env
+from envs.scoring.scorer import Scorer
+from envs.settings import EnvConfig
 from models.messages import Message
+from utils.devices.startup import ending_together, make_layout
 from utils.metrics.terminal import lowered_program
-from utils.settings.errors import UserError, describe_error, on_one_line
+from utils.settings.config import parse
+from utils.settings.errors import UserError, describe_error, on_one_line, user_errors
+from utils.settings.options import option
+from utils.settings.presets import demo_of_tiny
 
 PAGE = Path(__file__).with_name("chat_web.html")
 ROLES = ("user", "assistant")
 MAX_BYTES = 10**7  # bytes of a request
 MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second
+NUM_EXAMPLES = 6  # held-out problems on the page
 TIMEOUT = 10  # seconds in which a page sends or takes nothing
+
+
+@dataclass(frozen=True)
+class PageCommand(ChatCommand):
+    """A chat with the models of --ckpt_dir, separated by commas, side by side."""
+
+    port: int = option(8000, "Port of the page, on this machine only", essential=True)
+
+    def __post_init__(self):
+        if not 1 <= self.port < 2**16:
+            raise UserError(f"--port {self.port} is no port: give 1 to 65535")
+
+
+class Examples:
+    """Held-out problems of an environment, by their text, and its grader; for episodes of several turns it has none."""
+
+    def __init__(self, env: Env | None = None, scorer: Scorer | None = None):
+        problems = [env.problem(index).messages for index in range(min(NUM_EXAMPLES, env.num_tasks))] if env else []
+        self.numbers = {said[0]["content"]: number for number, said in enumerate(problems) if len(said) == 1}
+        self.scorer = scorer
+
+    def grade(self, prompt: str, reply: str) -> bool | None:
+        """Returns True if a reply is right; None if that is not known."""
+        if self.scorer is None or prompt not in self.numbers:
+            return None
+        (rewards,), _ = self.scorer.score_replies([self.numbers[prompt]], [reply])
+        return None if rewards is None else rewards["correct_answer"] > 0
+
+
+
+class GradedModel(ChatModel):
+    """A model whose replies to held-out problems are graded."""
+
+    has_one_turn = False  # trained on single replies: the page begins each conversation anew
+    examples = Examples()
+
+    def grade(self, messages: list[Message], reply: str) -> bool | None:
+        """Returns True if the environment grades a reply as right; None if the problem is not the environment's."""
+        return self.examples.grade(messages[0]["content"], self.style[1] + reply) if len(messages) == 1 else None
+
+
+class PageModel(Model, Protocol):
+    """What the page asks of a model; GradedModel documents it."""
+
+    has_one_turn: bool
+
+    def grade(self, messages: list[Message], reply: str) -> bool | None: ...
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -35,7 +104,7 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, models: Sequence[Model], port: int, examples: Sequence[str] = ()):
+    def __init__(self, models: Sequence[PageModel], port: int, examples: Sequence[str] = ()):
         self.models, self.examples = models, examples
         self.lock = Lock()
         self.is_ending = False
@@ -157,7 +226,7 @@ def telling_compilations(tell: ShowText) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(on_compilation)
 
 
-def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Message], str]:
+def read_request(body: bytes, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
     """Returns the model, the conversation and the temperature of a request. Raises: ValueError, KeyError, TypeError."""
     request = json.loads(body)
     messages = []
@@ -171,12 +240,12 @@ def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Mess
     return models[number], messages, str(request["temperature"])
 
 
-def serve(models: Sequence[Model], port: int, examples: Sequence[str] = ()) -> None:
+def serve(models: Sequence[PageModel], port: int, examples: Sequence[str] = ()) -> None:
     """Serves the page, with examples to click, until Ctrl-C. Raises: UserError if the port is taken."""
     try:
         server = ChatServer(models, port, examples)
     except OSError as error:
-        raise UserError(f"--web {port}: the port cannot be opened ({error.strerror}): name another one") from error
+        raise UserError(f"--port {port}: the port cannot be opened ({error.strerror}): name another one") from error
     print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
     with server:
         try:
@@ -185,3 +254,47 @@ def serve(models: Sequence[Model], port: int, examples: Sequence[str] = ()) -> N
             server.is_ending = True
             with server.lock:  # the segment that is being computed ends first: see Interrupts
                 print()
+
+
+def trained_settings(name: str) -> EnvConfig | None:
+    """Returns the environment that a model was trained on; None if it is unknown, or would run code of others."""
+    settings = find_run(name)[1] or demo_of_tiny({"model_dir": name}, is_announced=False)
+    first, _, _ = str(settings.get("env_name", "")).partition(",")
+    if not first or settings_with_code(settings):
+        return None
+    return EnvConfig(first.strip(), str(settings.get("env_options", "")), str(settings.get("data_dir", "")))
+
+
+
+def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
+    """Returns problems of an environment, and True if they have one turn; none if it cannot be made here."""
+    name = test_name(config.env_name)
+    try:
+        options = config.options(name)
+        env = make_env(name, **options)
+        has_one_turn = env.max_turns == 1
+        scorer = Scorer(name, options, num_workers=1, max_error_share=1.0) if has_one_turn else None
+        return Examples(None if env.opens else env, scorer), has_one_turn
+    except (ValueError, OSError, ImportError):
+        return Examples(), False
+
+
+
+def main(config: PageCommand) -> None:
+    """Serves the page for the models, with problems of the environment of the last trained one."""
+    layout = make_layout(config.devices, config.model.ckpt_dir)
+    names = config.model.ckpt_dir.split(",")
+    models = load_chat_models(names, config, layout, GradedModel)
+    trained = [trained_settings(name) for name in names]
+    loaded = {env: load_examples(env) for env in dict.fromkeys(filter(None, trained))}
+    for model, env in zip(models, trained, strict=True):
+        _, model.has_one_turn = loaded.get(env, (None, False))
+    examples = next((examples for examples, _ in reversed(loaded.values())), Examples())
+    for model in models:
+        model.examples = examples
+    serve(models, config.port, [*examples.numbers])
+
+
+if __name__ == "__main__":
+    with ending_together(), user_errors():
+        main(parse(PageCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))

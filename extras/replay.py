@@ -1,16 +1,24 @@
 """Replays an episode of a training run from its stored rollouts, or branches it from one of its turns.
 
-    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5
-    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_eval_samples 4
+    python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5
+    python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_samples 4
 
 Draws are addressed by seed, step, position in the run, sample and token: with the weights before the step, the sampler
 draws the same tokens again.
 """
 
+import gc
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
+    import utils.settings.packages  # noqa: F401 (says what to install)
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
 import jax
@@ -27,25 +35,56 @@ from core.run.rollouts import transcript
 from core.sampler import row_keys, sample_keys
 from core.terms.turn_rewards import turn_numbers
 from envs.scoring.scorer import ScoringStream
-from envs.settings import resolve_settings
+from envs.settings import EnvConfig, resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
 from models.memory import sampling_room
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
+from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.files import read_arrays
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
-from utils.settings.config import make_config, to_dict
-from utils.settings.errors import UserError
+from utils.settings.config import make_config, parse, to_dict
+from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import SinkConfig
+from utils.settings.options import group, option
 from utils.settings.removed import REMOVED, check_removed
 from utils.threefry import make_key
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
 OTHER = "its weights, devices or this code differ from the run's"
+
+
+@dataclass(frozen=True)
+class EpisodeConfig:
+    """Episode."""
+
+    rollouts: str = option("", "Rollouts of a run, RUN/rollouts/step_N, as --save_rollouts writes them", essential=True)
+    row: int = option(0, "Row of --rollouts, counted from 0", essential=True)
+    from_turn: int = option(
+        0,
+        "Turn, counted from 1, from which --num_samples other episodes are sampled; 0: replay the row as it was",
+        essential=True,
+    )
+    num_samples: int = option(1, "Number of other episodes from --from_turn on", essential=True)
+
+
+@dataclass(frozen=True)
+class ReplayCommand:
+    """Replay of an episode. The settings are those of its run; here its code is named if the run is of others."""
+
+    episode: EpisodeConfig = group(EpisodeConfig)
+    env: EnvConfig = group(EnvConfig)
+    devices: DeviceConfig = group(DeviceConfig)
+
+    def __post_init__(self):
+        if not self.episode.rollouts:
+            raise UserError("--rollouts is empty: name a file of a run, RUN/rollouts/step_N")
+        if self.episode.num_samples < 1:
+            raise UserError(f"--num_samples {self.episode.num_samples} must be at least 1: raise it")
 
 
 @dataclass(frozen=True)
@@ -81,19 +120,19 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     file = Path(os.path.expanduser(path)).with_suffix(".npz")
     if not file.is_file():
         raise UserError(
-            f"--replay {path}: there is no {file}, which runs write with --save_rollouts all: name a file of such a run"
+            f"--rollouts {path}: there is no {file}, which --save_rollouts all writes: name a file of such a run"
         )
     run = file.parent.parent
     rows = read_rows(file)
     if not file.stem.removeprefix("step_").isdecimal():
-        raise UserError(f"--replay {path} is no file of a step: name RUN/rollouts/step_N.npz")
+        raise UserError(f"--rollouts {path} is no file of a step: name RUN/rollouts/step_N.npz")
     options, _ = read_settings(run / "config.json")
     for name in options.keys() & REMOVED.keys():
         check_removed(name, options.pop(name), name, is_forced=False)
     try:
         config = make_config(Config, **options | vars(SinkConfig()))  # it logs nowhere
     except (TypeError, ValueError) as error:
-        raise UserError(f"--replay {path}: {run / 'config.json'}: {error}") from error
+        raise UserError(f"--rollouts {path}: {run / 'config.json'}: {error}") from error
     if not 0 <= row < len(rows["tokens"]):
         raise UserError(f"--row {row} is not in {file}: give 0 to {len(rows['tokens']) - 1}")
     length = rows["lengths"][row]
@@ -250,3 +289,14 @@ def branch(
         times={},
         **replies.records(),
     )
+
+
+def main(config: ReplayCommand) -> None:
+    episode = config.episode
+    layout = make_layout(config.devices)
+    replay(episode.rollouts, episode.row, episode.from_turn, episode.num_samples, layout, to_dict(config.env))
+
+
+if __name__ == "__main__":
+    with ending_together(), user_errors():
+        main(parse(ReplayCommand, sys.argv[1:], __doc__))

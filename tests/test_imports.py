@@ -26,7 +26,7 @@ FILES = {
 
 # What the files of a package may import of the project. Commands, the files that can be run, only commands import.
 LAW = {
-    "core": ("core", "envs", "extras", "models", "utils"),
+    "core": ("core", "envs", "models", "utils"),
     "models": ("models", "utils"),
     "utils": ("utils",),
     "envs": ("envs", "utils.files", "utils.settings"),

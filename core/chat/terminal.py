@@ -21,13 +21,11 @@ ENDS = ("/quit", "/exit", "exit", "quit")
 
 
 class Model(Protocol):
-    """A model to chat with; ChatModel of core/sampling.py documents its methods."""
+    """A model to chat with; ChatModel of core/chat/models.py documents its methods."""
 
     name: str
-    has_one_turn: bool  # trained on single replies: the page begins each conversation anew
 
     def reply(self, messages: list[Message], show_text: ShowText) -> str: ...
-    def grade(self, messages: list[Message], reply: str) -> bool | None: ...
     def change(self, name: str, value: str) -> None: ...
     def describe(self) -> str: ...
 

@@ -652,14 +652,14 @@ def next_commands(base: str, model: str, is_played: bool) -> list[str]:
 
     A run without an environment has no scores: core/eval.py would take its default environment.
     """
-    folder = Path(os.path.relpath(Path(__file__).parents[1]))
+    root = Path(os.path.relpath(Path(__file__).parents[2]))
     commands = {
-        "chat:": ("sampling.py", "--ckpt_dir", model),
-        "side by side:": ("sampling.py", "--ckpt_dir", f"{base},{model}", "--web", "8000"),
+        "chat:": ("core/sampling.py", "--ckpt_dir", model),
+        "side by side:": ("extras/chat_web.py", "--ckpt_dir", f"{base},{model}"),
     }
     if is_played:
-        commands["evaluate:"] = ("eval.py", "--model_dir", model)
-    lines = {name: [python_command(), str(folder / file), *rest] for name, (file, *rest) in commands.items()}
+        commands["evaluate:"] = ("core/eval.py", "--model_dir", model)
+    lines = {name: [python_command(), str(root / file), *rest] for name, (file, *rest) in commands.items()}
     return [f"{name:<14}{shlex.join(line)}" for name, line in lines.items()]
 
 

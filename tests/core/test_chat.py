@@ -20,20 +20,13 @@ from contextlib import closing
 import jax
 import pytest
 
+from core.chat.models import ChatModel, ChatModelConfig, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
-from core.sampling import (
-    ChatModel,
-    PromptConfig,
-    encode_row,
-    load_examples,
-    prompt_styles,
-    read_prompts,
-    trained_settings,
-)
+from core.sampling import SamplingCommand, encode_row, read_prompts
 from envs import make_env
 from envs.settings import EnvConfig
 from extras import chat_web as web
-from extras.chat_web import ChatServer, Handler, serve
+from extras.chat_web import ChatServer, Handler, load_examples, serve, trained_settings
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT
 from utils.settings.errors import UserError
@@ -149,8 +142,8 @@ def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path
     base.with_training_prompts(True, "<think>").save(tmp_path)
     trained = load_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "Use 3 7 12 to make 24."}]
-    config = PromptConfig(thinking=thinking)
-    asked = [base.chat(messages, *style) for style in prompt_styles([base, trained], config.thinking)]
+    config = SamplingCommand(model=ChatModelConfig(thinking=thinking))
+    asked = [base.chat(messages, *style) for style in prompt_styles([base, trained], thinking)]
     assert asked == [base.chat(messages, thinking != "off", "<think>")] * 2
     alone = encode_row({"messages": messages}, base, config)
     switch = {"enable_thinking": thinking == "on"} if thinking else {}

@@ -24,7 +24,8 @@ from envs import ENVS, find_class
 from envs.base import Env
 from envs.settings import CODE
 from envs.style import Style, Styled
-from extras.replay import replay
+from extras.replay import ReplayCommand, replay
+from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT
 from tests.oracles.enumeration import vote
@@ -38,7 +39,7 @@ from utils.evaluation.estimates import (
     task_estimates,
 )
 from utils.evaluation.tables import Result, compare_results, format_report, format_table
-from utils.settings.config import with_options
+from utils.settings.config import parse, with_options
 from utils.settings.errors import UserError, user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
@@ -490,9 +491,9 @@ def write_settings(folder, **settings) -> dict:
 def test_no_downloaded_folder_runs_code(case, foreign, capsys):
     place, name, settings, origin = FOREIGN[case]
     write_settings(foreign / place, **settings, **({"run": origin} if origin else {}))
-    argv = ["--model_dir", str(foreign / name), "--show", "1"] if name else ["--replay", "x/rollouts/step_1"]
+    argv = ["--model_dir", str(foreign / name), "--show", "1"] if name else ["--rollouts", "x/rollouts/step_1"]
     with pytest.raises(SystemExit) if origin else nullcontext(), user_errors():
-        evaluation.main(evaluation.parse_command(argv))
+        evaluation.main(evaluation.parse_command(argv)) if name else replay_command(parse(ReplayCommand, argv))
     assert not Path("executed").exists()
     said = capsys.readouterr()
     if origin:

@@ -13,6 +13,8 @@ from core import eval, grpo, sampling
 from core.extensions import sft_config
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
+from extras.chat_web import PageCommand
+from extras.replay import ReplayCommand
 from models.speed import PEAKS
 from utils.devices import startup
 from utils.settings.checks import check_password, hide_passwords
@@ -491,9 +493,18 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
     assert read(f"--config {tmp_path / 'old.json'}", settings) == make_config(settings, lr=1.0)
 
 
-@pytest.mark.parametrize("line", ["--num_samples 0", "--web -1", "--web 65536"])
-def test_a_chat_has_samples_and_a_port(line, capsys):
-    assert line.split()[0] in mistake(line, capsys, sampling.SamplingCommand)
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("--num_samples 0", sampling.SamplingCommand),
+        ("--port 0", PageCommand),
+        ("--port 65536", PageCommand),
+        ("--rollouts=", ReplayCommand),
+        ("--rollouts x/rollouts/step_1 --num_samples 0", ReplayCommand),
+    ],
+)
+def test_a_chat_has_samples_and_a_port(line, command, capsys):
+    assert line.split()[-2 if " " in line else 0].rstrip("=") in mistake(line, capsys, command)
 
 
 @pytest.mark.parametrize(
