@@ -81,7 +81,7 @@ class Request:
 
 
 class SharedSampler:
-    """Brings the requests of all members together; `rows_per_call` are drawn at once."""
+    """Brings the requests of all members together; `rows_per_call` are sampled at once."""
 
     def __init__(self, members: Sequence[str], rows_per_call: int = 0):
         self.members, self.rows_per_call = members, rows_per_call
@@ -142,7 +142,7 @@ class SharedSampler:
         keys = np.concatenate([request.keys for request in batch])
         starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
         weights, members = self.join_weights(batch)
-        # The rows of a request alone are no more than its worker draws at once, and conversations count them.
+        # The rows of one request are no more than its worker samples at once, and conversations count them.
         per_call = max(1, self.rows_per_call // num_samples) if len(batch) > 1 else len(prompts)
         parts = []
         for first in range(0, len(prompts), per_call):

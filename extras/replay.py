@@ -3,8 +3,8 @@
     python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5
     python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_samples 4
 
-Draws are addressed by seed, step, position in the run, sample and token: with the weights before the step, the sampler
-draws the same tokens again.
+Random numbers are addressed by seed, step, position in the run, sample and token. So with the weights before the step,
+the sampler samples the same tokens again.
 """
 
 import gc
@@ -89,7 +89,7 @@ class ReplayCommand:
 
 @dataclass(frozen=True)
 class Stored:
-    """A rollout of a run, and how it was drawn."""
+    """A rollout of a run, with its addresses: step, sample, task and position."""
 
     run: Path
     step: int
@@ -185,7 +185,7 @@ def weights_before(stored: Stored, config: Config) -> Path:
     folder = stored.run / f"step{step}"
     if not folder.is_dir():
         raise UserError(
-            f"--replay needs the model that sampled step {stored.step}, and there is no {folder}: choose the first "
+            f"--rollouts needs the model that sampled step {stored.step}, and there is no {folder}: choose the first "
             "step, or one after a saved step (--save_interval)"
         )
     return folder
@@ -196,7 +196,7 @@ def replay(
 ) -> None:
     """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
 
-    `from_turn`: the first turn that is drawn anew, from 1 on; 0: none, the episode is drawn as it was.
+    `from_turn`: the first turn that is sampled anew, counted from 1; 0: the episode is sampled as it was.
     Raises: UserError if it cannot be sampled again, or a run of others would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
