@@ -55,7 +55,7 @@ STEPS = ("step20", "step24", "step40", "step60")  # models that the pages name; 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {  # pattern of a command: why it is not run
     r"(python -m )?pip (install|download)|uv ": "installs from the network, or for hardware that is not here",
-    r"unzip |python models/gguf_to_hf\.py": "needs a file that was downloaded",
+    r"unzip |python runs/gguf_to_hf\.py": "needs a file that was downloaded",
     r"pre-commit": "needs the network",
     r"git clone|cd ": "this is a fresh clone, and its folder",
     r"make (test|readme)": "is run beside this; it would run itself",
