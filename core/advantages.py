@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float
 
-from core.extensions.checks import check_objective
 from core.objectives import LossConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
-from core.terms.critic import gae, generalized_advantages
-from core.terms.reference import kl_penalty
+from core.terms.corrections import check_corrections
+from core.terms.critic import check_critic, gae, generalized_advantages
+from core.terms.reference import check_kl, kl_penalty
 from core.terms.turn_rewards import ShapingConfig, by_turn, compared_rewards, shape_advantages
 from utils.batching import select_rows
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 # From the rewards [N, G] (NaN: the grader failed), one advantage for each row [N, G] or each token [B, T]. All take the
@@ -123,7 +124,26 @@ class ObjectiveConfig(ShapingConfig, LossConfig):
     do_truncation_filter: bool = option(False, "Leave out completions truncated at --num_generation_tokens")
 
     def __post_init__(self):
-        check_objective(self)
+        check_kl(self)
+        check_critic(self)
+        check_corrections(self)
+        refuse([
+            (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
+             "--clip_epsilon and --clip_epsilon_high must not be negative: raise the lower one (--clip_epsilon_high -1: "
+             "as --clip_epsilon)"),
+            (self.dual_clip != 0 and self.dual_clip <= 1,
+             f"--dual_clip {self.dual_clip} must be above 1: raise it, or give 0 for none"),
+            (self.objective == "dppo" and self.is_corrected,
+             "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
+            (self.advantage in ("turn_mean", "turn_zscore")
+             and (self.has_kl_in_reward or self.do_global_normalization),
+             f"--advantage {self.advantage} works without --kl_in reward and --do_global_normalization only: leave "
+             "them out"),
+            (self.best_k < 1, f"--best_k {self.best_k} must be at least 1: raise it"),
+            (self.advantage in ("gae", "best_k") and self.do_global_normalization,
+             f"--do_global_normalization has no effect with --advantage {self.advantage}, since gae is normalized "
+             "already and best_k gives 1 to all: leave it out"),
+        ])  # fmt: skip
 
     @property
     def is_group_relative(self) -> bool:

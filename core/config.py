@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
-from core.extensions.checks import check_combinations
 from core.sampler import SamplingConfig
-from core.terms.distill import DistillConfig
+from core.terms.distill import DistillConfig, check_distillation
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
+from utils.settings.errors import refuse
 from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
 from utils.settings.options import group, option
 
@@ -52,7 +52,47 @@ class Config:
     run: RunConfig = group(RunConfig)
 
     def __post_init__(self):
-        check_combinations(self)
+        update, objective, sampling, kv_dtype = self.update, self.objective, self.sampling, self.compute.kv_dtype
+        is_uncorrected = self.ahead > 0 and not objective.is_corrected
+        check_distillation(self.distill, objective.advantage, update.group_size)
+        refuse([
+            (self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
+             "--max_steps must be at least 1, and --num_epochs and --seed must not be negative: raise the one that is "
+             "lower"),
+            (objective.is_group_relative and update.group_size < 2,
+             f"--advantage {objective.advantage} compares rollouts of a group: raise --group_size above 1"),
+            (objective.advantage == "best_k" and objective.best_k > update.group_size,
+             f"--best_k {objective.best_k} is more than --group_size {update.group_size}: lower --best_k, or raise "
+             "--group_size"),
+            (self.batch_size % self.minibatch_size > 0,
+             f"--ppo_minibatch {update.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step, which "
+             "are --groups_per_batch x --group_size (best_k: x --best_k): give a divisor, or 0 for one update"),
+            (self.lora.lora_rank > 0 and objective.has_critic,
+             "--advantage gae trains a critic, which --lora_rank does not support: leave out one of the two"),
+            (self.run.save_best and not self.held_out.test_env_name,
+             "--save_best needs held-out scores: give --test_env_name"),
+            (sampling.temperature == 0,
+             "--temperature 0 always samples the same completion: give one above 0 for training"),
+            (self.distill.teacher != "" and not sampling.distribution.is_whole,
+             "--teacher compares whole distributions: leave --top_k, --top_p and --min_p out"),
+            (update.do_inference_logprobs and objective.is_corrected,
+             "--do_inference_logprobs leaves --importance_correction nothing to correct: leave out one of the two"),
+            (update.do_inference_logprobs and objective.do_mask_inference_ratio,
+             "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: leave out one of the two"),
+            (kv_dtype != "" and not objective.is_corrected and objective.objective != "dppo",
+             f"--kv_dtype {kv_dtype} samples from other probabilities than those that are trained: correct for it by "
+             "--importance_correction truncate, or use --objective dppo"),
+            (self.ahead not in (0, 1),
+             f"--ahead {self.ahead} is refused: give 0 or 1"),
+            (self.devices.rollout_devices > 0 and not self.ahead,
+             "--rollout_devices sample while the others train: give --ahead 1, or leave --rollout_devices out"),
+            (is_uncorrected and objective.do_mask_inference_ratio,
+             "--do_mask_inference_ratio has no effect with --ahead 1, since old log-probabilities are the sampler's: "
+             "add --importance_correction truncate, or leave it out"),
+            (is_uncorrected and objective.objective == "reinforce",
+             "--ahead 1 samples with weights one step old, which --objective reinforce does not account for: add "
+             "--importance_correction truncate, or choose another objective"),
+        ])  # fmt: skip
 
     @property
     def trusts_sampler(self) -> bool:

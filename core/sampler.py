@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree, UInt32
 
 from core.blocks import Blocks, CachedRow, is_live, sizes_of
-from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
 from models.architecture import Decoder, Table, is_spec
@@ -34,7 +33,7 @@ from utils.batching import bucket, concatenate, round_up
 from utils.devices.sharding import Layout, single_device
 from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, refuse
 from utils.settings.options import option
 from utils.threefry import threefry
 
@@ -79,7 +78,18 @@ class SamplingConfig:
     )
 
     def __post_init__(self):
-        check_sampling(self)
+        refuse([
+            (self.prompt_length < 1 or self.num_generation_tokens < -1 or self.num_generation_tokens == 0,
+             "--prompt_length and --num_generation_tokens must be at least 1: raise the lower one, or give "
+             "--num_generation_tokens -1 for the environment's own limit"),
+            (self.inference_batch_per_device < 0,
+             "--inference_batch_per_device must not be negative: give 1 or more, or 0 for as many rows as fit in "
+             "memory"),
+            (self.page_size not in (-1, 0, 8, 16, 32, 64, 128, 256),
+             f"--page_size {self.page_size} is no page size: give a power of two from 8 to 256, 0 for no pages, or -1 "
+             "to have it chosen"),
+        ])  # fmt: skip
+        self.distribution.describe()  # it checks its own settings when it is made
 
     @property
     def distribution(self) -> Distribution:

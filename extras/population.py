@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config import Config
-from core.extensions.checks import refuse
 from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
@@ -51,7 +50,7 @@ from utils.reporting.plots import plot_runs, read_metrics
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import options_of, parse, to_dict, with_options
-from utils.settings.errors import UserError, user_errors
+from utils.settings.errors import UserError, refuse, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.options import option
 from utils.settings.presets import demo_of_tiny

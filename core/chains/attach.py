@@ -7,13 +7,13 @@ from functools import cache, partial
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
 from core.chains.turns import Conversations, answering_calls
-from core.extensions.checks import refuse
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
 from models.oracle import check_prompt, check_result
 from models.tokenizer import Tokenizer
+from utils.settings.errors import refuse
 
 NUM_PROMPTS = 4  # prompts that are compared with transformers' rendering
 SAID = ' It is "7" & so on.\n'  # message of an environment or a tool in such a comparison

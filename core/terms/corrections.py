@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 
 from core.records import Batch, row_mean
 from models.names import Array
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 
@@ -51,6 +52,19 @@ class CorrectionConfig:
     def is_corrected(self) -> bool:
         """True if the loss weighs tokens for the difference between the sampler's probabilities and the old ones."""
         return self.importance_correction != "none"
+
+
+def check_corrections(config: CorrectionConfig) -> None:
+    """Raises UserError for options of corrections that contradict one another."""
+    refuse([
+        (config.importance_cap <= 0, f"--importance_cap {config.importance_cap} must be above 0: raise it"),
+        (not 0 <= config.importance_floor <= config.importance_cap,
+         f"--importance_floor {config.importance_floor} must be from 0 to --importance_cap {config.importance_cap}: "
+         "correct it"),
+        (config.importance_floor != 0 and config.importance_correction != "mask",
+         "--importance_floor has no effect without --importance_correction mask: give both, or leave it out"),
+        (config.off_policy_mask < 0, "--off_policy_mask must not be negative: raise it, or give 0 to switch it off"),
+    ])  # fmt: skip
 
 
 def token_weights(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Float[Array, "B T"]:

@@ -13,6 +13,7 @@ from core.records import Batch, masked_whiten, token_mean
 from core.terms.reference import ReferenceConfig, kl_penalty
 from models.distribution import TokenScores
 from models.names import Array
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 
@@ -27,6 +28,16 @@ class CriticConfig(ReferenceConfig):
         "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward "
         "(usual: about a fifth of the spread of returns); 0: no limit",
     )
+
+
+def check_critic(config: CriticConfig) -> None:
+    """Raises UserError for options of the critic that are out of range."""
+    refuse([
+        (config.value_clip < 0,
+         f"--value_clip {config.value_clip} must not be negative: raise it, or give 0 to switch it off"),
+        (not (0 <= config.gamma <= 1 and 0 <= config.gae_lambda <= 1),
+         "--gamma and --gae_lambda must be from 0 to 1: correct the one that is not"),
+    ])  # fmt: skip
 
 
 def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: CriticConfig) -> np.ndarray:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from core.records import Batch, sum_over_rows, token_mean
 from models.distribution import Distribution, Ids, Logits, Support, TokenScores
 from models.names import TEACHER, Array, Extras
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 SELF, SIBLING = "self", "sibling"
@@ -60,6 +61,37 @@ class DistillConfig:
     max_length_growth: float = option(
         0.3, "Share of completions truncated at --num_generation_tokens; a run with --teacher warns above this share"
     )
+
+
+def check_distillation(config: DistillConfig, advantage: str, group_size: int) -> None:
+    """Raises UserError for options of distillation, or an advantage beside them, that contradict one another."""
+    options = [name for name, value in vars(config).items() if value != getattr(type(config), name)]
+    is_self = config.teacher == "self"
+    refuse([
+        (not config.teacher and advantage == "none",
+         "--advantage none learns nothing without --teacher: give --teacher, or another advantage"),
+        (not config.teacher and options != [],
+         f"--{' --'.join(options)} has no effect without --teacher: give --teacher, or leave it out"),
+        (not 0 < config.distill_beta < 1,
+         f"--distill_beta {config.distill_beta} must be above 0 and below 1: correct it, or choose one of its ends, "
+         "--distill forward or reverse"),
+        ("distill_beta" in options and config.distill != "jsd",
+         f"--distill_beta has no effect with --distill {config.distill}: give --distill jsd, or leave it out"),
+        (config.distill_coef <= 0, f"--distill_coef {config.distill_coef} must be above 0: raise it"),
+        (not 0 <= config.teacher_decay < 1,
+         f"--teacher_decay {config.teacher_decay} must be from 0 to below 1: correct it"),
+        (not 0 <= config.max_length_growth <= 1,
+         f"--max_length_growth {config.max_length_growth} must be from 0 to 1: correct it"),
+        (config.teacher_decay > 0 and not is_self,
+         "--teacher_decay averages the policies of --teacher self: give --teacher self, or leave it out"),
+        (is_self and not config.teacher_prefix and not config.teacher_decay,
+         "--teacher self is the policy itself and teaches nothing new: give it another prompt by --teacher_prefix, or "
+         "--teacher_decay"),
+        (config.teacher_prefix == "sibling" and group_size < 2,
+         "--teacher_prefix sibling shows another completion of the group: raise --group_size above 1"),
+        (config.teacher != "" and advantage == "best_k",
+         "--advantage best_k drops the other completions, which --teacher is to teach: choose another advantage"),
+    ])  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from core.records import Batch, sum_over_rows, token_mean, zero_outside_mask
 from models.distribution import TokenScores
 from models.lora import LORA_B, make_policy
 from models.names import Adapters, Array, Params, Policy, Weights
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
@@ -45,6 +46,18 @@ class ReferenceConfig:
     @property
     def has_kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
+
+
+def check_kl(config: ReferenceConfig) -> None:
+    """Raises UserError for options of the KL divergence that contradict one another."""
+    refuse([
+        (config.kl_coef < 0, f"--kl_coef {config.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
+        (config.kl_in == "loss" and config.kl_estimator == "k1",
+         "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
+        (config.kl_in == "reward" and config.kl_estimator not in ("", "k1"),
+         f"--kl_estimator {config.kl_estimator} has no effect with --kl_in reward, which subtracts log p - log p_ref: "
+         "leave it out"),
+    ])  # fmt: skip
 
 
 def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> Policy:

@@ -8,7 +8,7 @@ import difflib
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -32,6 +32,13 @@ def fail(message: str) -> NoReturn:
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def refuse(mistakes: Sequence[tuple[bool, str]]) -> None:
+    """Raises UserError for the first of the mistakes that was made."""
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise UserError(message)
 
 
 def check_installed(package: str, purpose: str, install: str = "-r requirements.txt") -> None:
