@@ -33,7 +33,8 @@ from jax.flatten_util import ravel_pytree
 from core.terms.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
-from utils.reporting.plots import COLORS, Curves, make_figure, read_metrics
+from utils.metrics.curves import Curves, read_metrics
+from utils.reporting.plots import COLORS, make_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "models/tiny"

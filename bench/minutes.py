@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from utils.reporting.plots import Curves, by_steps, format_point, read_metrics
+from utils.metrics.curves import Curves, by_steps, format_point, read_metrics
 from utils.runs.origin import read_settings
 
 METRIC = "test_env/correct_answer"

@@ -21,7 +21,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from utils.reporting.plots import COLORS, WINDOW, Curves, make_figure, read_metrics, running_mean
+from utils.metrics.curves import WINDOW, Curves, read_metrics, running_mean
+from utils.reporting.plots import COLORS, make_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (

@@ -1,8 +1,8 @@
 """The board of docs/lab/results.md is read off metrics and config.json."""
 
 from bench.minutes import board_row
+from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger
-from utils.reporting.plots import read_metrics
 
 
 def test_a_row_has_the_first_evaluation_with_the_score(tmp_path):

@@ -25,11 +25,10 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from core.extensions.sft_config import SFTConfig
 from core.learner import make_learner
 from core.objectives import set_loss_denominators
 from core.sampler import SamplingConfig
-from core.sft import make_batch
+from core.sft import SFTConfig, make_batch
 from models.checkpoint import load_policy, save_model
 from models.conversations import encode_rows
 from utils.devices.sharding import single_device

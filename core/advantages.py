@@ -16,7 +16,8 @@ from core.records import Batch, differs, graded_mean, masked_whiten
 from core.terms.corrections import check_corrections
 from core.terms.critic import check_critic, gae, generalized_advantages
 from core.terms.reference import check_kl, kl_penalty
-from core.terms.turn_rewards import ShapingConfig, by_turn, compared_rewards, shape_advantages
+from core.terms.shaping import ShapingConfig, shape_advantages
+from core.terms.turn_rewards import by_turn, compared_rewards
 from utils.batching import select_rows
 from utils.settings.errors import refuse
 from utils.settings.options import option
@@ -129,8 +130,8 @@ class ObjectiveConfig(ShapingConfig, LossConfig):
         check_corrections(self)
         refuse([
             (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
-             "--clip_epsilon and --clip_epsilon_high must not be negative: raise the lower one (--clip_epsilon_high -1: "
-             "as --clip_epsilon)"),
+             "--clip_epsilon and --clip_epsilon_high must not be negative: raise the lower one (--clip_epsilon_high "
+             "-1: as --clip_epsilon)"),
             (self.dual_clip != 0 and self.dual_clip <= 1,
              f"--dual_clip {self.dual_clip} must be above 1: raise it, or give 0 for none"),
             (self.objective == "dppo" and self.is_corrected,

@@ -16,14 +16,15 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from core.extensions.sft_config import SFTConfig
+from core.advantages import ObjectiveConfig
 from core.grpo import make_workers, task_numbers
 from core.learner import Learner, make_learner
 from core.records import Batch, Episodes, Progress
@@ -35,20 +36,101 @@ from core.run.metrics import loss_metrics, row_losses
 from core.sampler import SamplingConfig
 from envs import test_name
 from envs.data.messages import Messages
-from envs.own.written import read_written
-from envs.settings import RolloutSettings, check_files, resolve_settings
+from envs.own.written import DataConfig, read_written
+from envs.scoring.shaping import RewardConfig
+from envs.settings import EnvConfig, RolloutSettings, check_files, resolve_settings
 from models.checkpoint import load_policy
 from models.conversations import Conversation, describe_prompts, encode_rows
-from models.optimizers import describe_optimizer
+from models.lora import LoraConfig
+from models.memory import BETWEEN, ELSEWHERE, MemoryConfig
+from models.optimizers import OptimizerConfig, describe_optimizer
 from models.oracle import check_rows
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
-from utils.devices.startup import ending_together, make_layout
+from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.settings.config import parse
-from utils.settings.errors import counted, user_errors
+from utils.settings.errors import UserError, counted, user_errors
+from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
+from utils.settings.options import group, option
 
 LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # of the learner's metrics
+
+
+@dataclass(frozen=True)
+class PlayedConfig(EnvConfig):
+    """Environment of the held-out score."""
+
+    env_name: str = option(
+        "", "Environment X whose held-out problems (X-test) are evaluated; empty: none", essential=True
+    )
+
+
+@dataclass(frozen=True)
+class SftOptimizerConfig(OptimizerConfig):
+    """Optimizer of supervised fine-tuning."""
+
+    lr: float = 2e-5
+    lr_schedule: str = "linear"
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning."""
+
+    model_dir: str = option(
+        "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
+    )
+    seed: int = option(0, "Seed of the row order, of new adapters, and of sampling")
+    num_epochs: int = option(3, "Number of passes over the rows; 0: as many as --max_steps takes", essential=True)
+    max_steps: int = option(0, "Limit on steps, if reached before --num_epochs; 0: no limit", essential=True)
+    batch_size: int = option(16, "Rows in a step; a step is one update", essential=True)
+    test_interval: int = option(
+        20, "Steps between held-out evaluations; 0: only before and after training", resumable=True
+    )
+    data: DataConfig = group(DataConfig)
+    env: PlayedConfig = group(PlayedConfig)
+    sampling: SamplingConfig = group(SamplingConfig)
+    rewards: RewardConfig = group(RewardConfig)
+    eval: EvalConfig = group(EvalConfig)
+    optimizer: SftOptimizerConfig = group(SftOptimizerConfig)
+    lora: LoraConfig = group(LoraConfig)
+    memory: MemoryConfig = group(MemoryConfig)
+    compute: ComputeConfig = group(ComputeConfig)
+    devices: DeviceConfig = group(DeviceConfig)
+    run: RunConfig = group(RunConfig)
+
+    update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # for the learner
+    objective = ObjectiveConfig(objective="reinforce", advantage="reinforce", entropy_coef=0.0)
+
+    def __post_init__(self):
+        if self.batch_size < 1 or min(self.num_epochs, self.max_steps, self.seed, self.test_interval) < 0:
+            raise UserError(
+                "--batch_size must be at least 1, and --num_epochs, --max_steps, --seed and --test_interval at least "
+                "0: correct the one that is lower"
+            )
+        if not self.num_epochs and not self.max_steps:
+            raise UserError("--num_epochs 0 and --max_steps 0 set no end of the run: give --num_epochs or --max_steps")
+        if self.run.save_best and not self.env.env_name:
+            raise UserError("--save_best chooses by a held-out score: give --env_name")
+
+    @property
+    def num_tests(self) -> int | None:
+        """Held-out rows of an evaluation at most; None: all."""
+        return {-1: 512, 0: None}.get(self.eval.num_eval_tasks, self.eval.num_eval_tasks)
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size
+
+    def num_steps(self, num_rows: int) -> int:
+        """Returns the steps of a run on this many rows."""
+        by_epochs = -(-self.num_epochs * num_rows // self.batch_size) or math.inf
+        return min(by_epochs, self.max_steps or by_epochs)
+
+    @property
+    def place_of_sampling(self) -> str:
+        return BETWEEN if self.env.env_name else ELSEWHERE
 
 
 class SftRun(Run):

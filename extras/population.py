@@ -43,10 +43,11 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.tables import format_runs
+from utils.metrics.curves import read_metrics
 from utils.metrics.logger import labeled_output, lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
-from utils.reporting.plots import plot_runs, read_metrics
+from utils.reporting.plots import plot_runs
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import options_of, parse, to_dict, with_options

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench import objectives
+from utils.metrics.curves import read_metrics
 from utils.reporting import plots
 from utils.reporting.page import label_runs, write_report
 
@@ -125,12 +126,12 @@ def main() -> None:
         draw_loop(HERE / "loop.svg")
     for name in ("demo", "smollm", "guess", "games"):
         if folders := getattr(args, name):
-            runs = {label: plots.read_metrics(file) for label, file in label_runs(folders).items()}
+            runs = {label: read_metrics(file) for label, file in label_runs(folders).items()}
             plots.plot_runs(runs, HERE / f"{name}.png")
     for name in ("lora", "lora_smollm"):
         if folder := getattr(args, name):
             files = {rank: sorted(folder.glob(f"{rank}/seed=*/metrics.jsonl")) for rank in RANKS}
-            runs = {rank: list(map(plots.read_metrics, found)) for rank, found in files.items() if found}
+            runs = {rank: list(map(read_metrics, found)) for rank, found in files.items() if found}
             objectives.draw(runs, HERE / f"{name}.png", "trained (seeds)")
     if args.objectives:
         objectives.draw(objectives.read_runs(args.objectives), HERE / "objectives.png")

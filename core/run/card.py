@@ -17,8 +17,8 @@ from core.records import Progress
 from envs.settings import RolloutSettings
 from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
+from utils.metrics.curves import Curves, by_steps, format_point
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import Curves, by_steps, format_point
 from utils.runs.segments import RunSegment, describe_segment, last_break, since
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords, load_yaml

@@ -49,12 +49,13 @@ from utils.devices.compilation import Compiler, Programs, forget_programs
 from utils.devices.compile_log import Compilations, compile_metrics, describe_programs
 from utils.devices.sharding import Layout
 from utils.files import replacing, skipping_damage, write_json
+from utils.metrics.curves import read_metrics
 from utils.metrics.jsonl import JSON, json_value
 from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import held_out_scores, judge_segment, write_report
-from utils.reporting.plots import plot_runs, read_metrics
+from utils.reporting.plots import plot_runs
 from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import NUM_STATES, CheckpointManager

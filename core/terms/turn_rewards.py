@@ -4,13 +4,11 @@ N prompts, G rollouts of each, B = N G rows, T row length, K turns.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.records import Batch, Episodes, differs, masked_whiten
-from utils.settings.options import option
+from core.records import Batch, Episodes, differs
 
 BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K N, G] from each of K turns on
 
@@ -71,28 +69,3 @@ def turn_returns(batch: Batch) -> Float[np.ndarray, "K B"]:
         rewards_to_go += np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
         returns[turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
     return returns
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapingConfig:
-    """Advantages, behind --advantage."""
-
-    do_global_normalization: bool = option(
-        False, "Normalize advantages over the batch to mean 0 and standard deviation 1, after --advantage"
-    )
-    do_clip_advantages: bool = option(False, "Replace negative advantages by 0, after --do_global_normalization")
-    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: no change")
-
-
-def shape_advantages(
-    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ShapingConfig
-) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalized over the batch, clipped and weighed as the settings say."""
-    if config.do_global_normalization:
-        is_per_token = advantages.shape[1] > 1
-        counted = batch.mask if is_per_token else keep[:, None]
-        advantages = masked_whiten(advantages, counted)
-    if config.do_clip_advantages:
-        advantages = np.maximum(advantages, 0)
-    weight = np.float32(config.negative_advantage_multiplier)
-    return np.where(advantages < 0, weight * advantages, advantages)

@@ -14,7 +14,7 @@ import pytest
 from core import grpo, sampling
 from core.chains.forced import reply_opening
 from core.config import Config
-from core.extensions.preview import show
+from core.eval import show
 from core.rollout import RolloutWorker, encode_prompt, make_worker
 from core.sampler import Sampler
 from envs import make_env, split_name

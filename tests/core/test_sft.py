@@ -21,13 +21,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from core import eval, sft
-from core.extensions.sft_config import SFTConfig
 from core.learner import Learner, make_learner
 from core.objectives import set_loss_denominators
 from core.records import Batch
 from core.run.folder import settings_of_adapters, settings_of_model
 from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
+from core.sft import SFTConfig
 from envs import make_env
 from envs.own.written import DataConfig, read_written
 from models import decoder

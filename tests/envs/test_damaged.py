@@ -11,7 +11,7 @@ import pytest
 
 from envs.data.messages import read_reference
 from tests.damaged import KINDS, damaged, make_files
-from utils.reporting.plots import intervals
+from utils.metrics.curves import intervals
 from utils.settings.errors import UserError
 
 FIRST, OTHERS = range(5), range(5, 50)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 import envs
-from core.extensions.preview import show
+from core.eval import show
 from core.records import Completions, Episodes
 from core.run.metrics import rollout_metrics
 from core.terms.lengths import with_length_reward

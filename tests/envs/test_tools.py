@@ -19,7 +19,7 @@ from core.chains.attach import compare_samples
 from core.chains.pages import PagedChain
 from core.chains.turns import Conversations, answering_calls
 from core.config import Config
-from core.extensions.preview import show
+from core.eval import show
 from core.records import Episodes
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler

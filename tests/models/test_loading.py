@@ -28,8 +28,8 @@ from safetensors.numpy import load_file, save_file
 from core import eval as evaluation
 from core import grpo, sampling, sft
 from core.config import Config
-from core.extensions.sft_config import SFTConfig
 from core.sampling import SamplingCommand
+from core.sft import SFTConfig
 from envs import make_env
 from models import templates
 from models.checkpoint import load_model

@@ -17,8 +17,8 @@ from bench import templates
 from core import sft
 from core.chains import attach
 from core.extensions import teacher
-from core.extensions.sft_config import SFTConfig
 from core.rollout import encode_prompt
+from core.sft import SFTConfig
 from envs import make_env
 from envs.base import ForcedAnswer, Problem
 from envs.settings import RolloutSettings

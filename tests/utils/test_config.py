@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from core import eval, grpo, sampling
-from core.extensions import sft_config
+from core import eval, grpo, sampling, sft
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from extras.chat_web import PageCommand
@@ -319,7 +318,7 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
 def test_no_file_names_a_removed_option(monkeypatch):
     # Presets for one chip ask which it is.
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
-    for command in (grpo.Config, eval.EvalCommand, sampling.SamplingCommand, sft_config.SFTConfig):
+    for command in (grpo.Config, eval.EvalCommand, sampling.SamplingCommand, sft.SFTConfig):
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.keys())
     for path in list_presets():
         assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import plot_runs, read_metrics
+from utils.reporting.plots import plot_runs
 
 
 def lines(folder) -> list[dict]:

@@ -24,6 +24,7 @@ from core.run.rollouts import rollout_rows, score_arrays
 from extras.compare import main
 from utils.evaluation.estimates import mean_and_ci
 from utils.evaluation.tables import format_runs
+from utils.metrics.curves import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.metrics.logger import Logger
 from utils.reporting.page import (
     PANELS,
@@ -38,7 +39,6 @@ from utils.reporting.page import (
     thin,
     write_report,
 )
-from utils.reporting.plots import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.reporting.verdict import judge
 
 LONG = "🙂" * 25_000

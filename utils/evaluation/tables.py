@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
+from utils.metrics.curves import Curves
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
-from utils.reporting.plots import Curves
 from utils.settings.errors import counted
 
 TableRow = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"

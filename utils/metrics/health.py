@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from utils.metrics.curves import format_value
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import format_value
 
 START = 3  # steps whose median is the run's beginning
 TRY = "core/eval.py --show 5"

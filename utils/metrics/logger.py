@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TextIO
 
 from utils.files import open_log, replacing
+from utils.metrics.curves import format_value
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, Loggable, json_value, read_lines
 from utils.metrics.sinks import Sink
-from utils.reporting.plots import format_value
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "data/loss": ("loss", 6),

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
+from utils.metrics.curves import LOSS, MAIN, Curves, Interval, format_value, intervals, is_held_out, is_share
 from utils.metrics.health import describe_same
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import LOSS, MAIN, Curves, Interval, format_value, intervals, is_held_out, is_share
 
 BLOCK = 5  # steps of training that make one point
 TaskMeans = Mapping[int, float]  # a score by task: means over its samples

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from utils.metrics.curves import Curves
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import Curves
 
 RunSegment = Mapping[str, JSON]  # step: the last one before; changed, data: [old, new] by name; comparable: the scores
 Changes = Mapping[str, list[JSON]]  # old and new value, by name
