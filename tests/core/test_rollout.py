@@ -337,14 +337,14 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     for step in (9, 10):
         (run / f"step{step}").mkdir(parents=True)
     seen = []
-    for module, name, config in (
-        (grpo, "load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
-        (sampling, "load_model", parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)])),
+    for command, place, config in (
+        (grpo, "core.grpo.load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
+        (sampling, "core.chat.models.load_model", parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)])),
     ):
         # Ends the command when it reads a model.
-        monkeypatch.setattr(module, name, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
+        monkeypatch.setattr(place, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):
-            module.main(config)
+            command.main(config)
     assert seen == [run / "step10"] * 2
 
 
