@@ -35,7 +35,11 @@ needs_h200 = needs("h200")
 needs_tpu = needs("v5p")
 B, S = 256, 1024  # slots, columns of the cache
 ROWS, T = 4, 1024  # of each device, their columns
-MESHES = {"fsdp": {"fsdp": 8}, "fsdp and tp": {"fsdp": 4, "tp": 2}, "tp": {"tp": 8}}
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "fsdp and tp": {"fsdp": 4, "tp": 2},
+    "tp": {"tp": 8},
+}
 MODEL = shape("Qwen3-0.6B", dtype="bfloat16")
 FEW = replace(MODEL, num_hidden_layers=2)  # where layers are alike
 
@@ -222,7 +226,14 @@ MIXTURE = Decoder(
 )
 
 
-@pytest.mark.parametrize(("num_rows", "num_read"), [(1, 2), (8, 16), (64, 32)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_read"),
+    [
+        (1, 2),
+        (8, 16),
+        (64, 32),
+    ],
+)
 @pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("h200", "v5p")])
 def test_a_step_reads_experts_once(target, num_rows, num_read):
     """Only those of its rows where these are few; and no matrices of experts are laid out anew for a segment."""

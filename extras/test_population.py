@@ -113,7 +113,12 @@ def test_requests_of_all_kinds_are_drawn_as_alone():
 
     def take_part(name: str) -> list[Completions]:
         ends = Ends()
-        own = {"member": name, "signals": Signals(), "shared": shared, "on_segment": ends.on_segment}
+        own = {
+            "member": name,
+            "signals": Signals(),
+            "shared": shared,
+            "on_segment": ends.on_segment,
+        }
         try:
             return draw_calls(MemberSampler(**settings | own), ends, name, weights[names.index(name)])
         finally:

@@ -59,7 +59,11 @@ def arguments(**flags) -> list[str]:
 
 def start(argv: list[str], env: dict[str, str] | None = None, **options) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "core" / "grpo.py"), *argv]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     return subprocess.Popen(command, env=QUICK | os.environ | (env or {}), **pipes | options)
 
 

@@ -56,7 +56,11 @@ LLAMA3 = {  # a context short enough that frequencies of all three kinds are tes
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SHORT = {"max_position_embeddings": 128}  # the factor times those before it, by which transformers 4 scales
 HYBRID = {  # rotated: a quarter of the channels of a head; layers of attention: every fourth
     "num_hidden_layers": 4,

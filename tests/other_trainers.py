@@ -240,7 +240,11 @@ class Arena:
 
     def step(self, action: str) -> tuple[bool, dict]:
         self.left -= 1
-        self.said = [(0, action, None), (-1, f"{self.left} left.", None), (-1, 7, None)]
+        self.said = [
+            (0, action, None),
+            (-1, f"{self.left} left.", None),
+            (-1, 7, None),
+        ]
         return self.left == 0, {}
 
     def get_observation(self):

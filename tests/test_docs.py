@@ -127,7 +127,13 @@ def test_sizes_that_pages_tell_are_those_of_the_files():
     book = "grpo", "objectives", "advantages", "sampler", "rollout", "learner", "records", "config"
     minimal = ROOT / "core/minimal.py"
     core = ROOT / "core"
-    sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py")), num_lines(minimal)
+    sizes = (
+        num_lines(*(core / f"{name}.py" for name in book)),
+        num_lines(*core.rglob("*.py")),
+        num_lines(
+            minimal,
+        ),
+    )
     (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
     (of_book,) = re.findall(r"eight files, has\s([\d,]+) lines", read("README.md"))
     (of_minimal,) = re.findall(r"`core/minimal.py` first: (\d+) lines", read("README.md"))

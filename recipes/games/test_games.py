@@ -326,7 +326,13 @@ def test_words_that_agree_with_all_signs_find_the_word(split):
 
 @pytest.mark.parametrize(
     ("case", "highest"),
-    [("guess", 0.3), ("tictactoe", 0.6), ("tictactoe minimax", 0.3), ("gridworld", 0.25), ("wordle", 0.05)],
+    [
+        ("guess", 0.3),
+        ("tictactoe", 0.6),
+        ("tictactoe minimax", 0.3),
+        ("gridworld", 0.25),
+        ("wordle", 0.05),
+    ],
 )
 def test_random_moves_earn_clearly_less(case, highest):
     env = make_game(case)

@@ -34,7 +34,14 @@ def okapi(texts: list[str], query: str, k1: float, b: float) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (1.5, 0.0), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("k1", "b"),
+    [
+        (1.2, 0.75),
+        (1.5, 0.0),
+        (2.0, 1.0),
+    ],
+)
 def test_scores_are_those_of_the_formula(k1, b):
     rng = random.Random(k1)
     for _ in range(100):
@@ -53,7 +60,14 @@ def test_equal_passages_are_in_order():
 
 
 def test_results_have_titles_and_numbers():
-    index = Index([Passage("Bela", "A town."), Passage("", "The town of Élan."), Passage("x", "y")], 2)
+    index = Index(
+        [
+            Passage("Bela", "A town."),
+            Passage("", "The town of Élan."),
+            Passage("x", "y"),
+        ],
+        2,
+    )
     assert index.search("TOWN élan") == "1. The town of Élan.\n2. Bela: A town."
     assert index.search("bela?") == "1. Bela: A town."
 

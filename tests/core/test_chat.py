@@ -272,7 +272,15 @@ REQUEST = {
 }
 
 
-@pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("10000001", b"400"), ("x", b"400"), ("9", b"")])
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [
+        ("-1", b"400"),
+        ("10000001", b"400"),
+        ("x", b"400"),
+        ("9", b""),
+    ],
+)
 def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
     # The test does not wait for seconds.
     monkeypatch.setattr(Handler, "timeout", 0.3)

@@ -48,7 +48,17 @@ MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 # Estimates
 
 
-@pytest.mark.parametrize(("right", "total"), [(0, 30), (30, 30), (0, 1), (7, 30), (250, 512), (1, 3)])
+@pytest.mark.parametrize(
+    ("right", "total"),
+    [
+        (0, 30),
+        (30, 30),
+        (0, 1),
+        (7, 30),
+        (250, 512),
+        (1, 3),
+    ],
+)
 def test_proportions_of_single_samples_have_wilsons_interval(right, total):
     found = mean_and_ci("x", np.arange(total) < right)
     expected = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")

@@ -315,7 +315,12 @@ def test_the_kl_is_that_to_the_reference():
 
 @pytest.mark.parametrize(
     ("lr_schedule", "num_live", "is_early_end", "expected"),
-    [("constant", 8, False, 6), ("linear", 8, True, 2), ("linear", 4, False, 3), ("cosine", 4, True, 2)],
+    [
+        ("constant", 8, False, 6),
+        ("linear", 8, True, 2),
+        ("linear", 4, False, 3),
+        ("cosine", 4, True, 2),
+    ],
 )
 def test_learning_rate_does_not_depend_on_the_updates_made(lr_schedule, num_live, is_early_end, expected):
     """Groups that are dropped and epochs that --target_kl ends make updates fewer, not the schedule longer."""

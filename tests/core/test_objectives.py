@@ -365,7 +365,15 @@ def test_advantages(advantage, flags):
         assert_close(found.returns[found.mask], returns[found.mask], 4 * T, SURPRISE)
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda"),
+    [
+        (1.0, 0.95),
+        (1.0, 1.0),
+        (0.9, 0.8),
+        (0.7, 0.0),
+    ],
+)
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalized_advantages(gamma, gae_lambda, kl):
     """Of single replies, and of episodes that are rewarded on the way."""
@@ -398,7 +406,13 @@ NEARLY_EQUAL = {  # rewards whose float32 deviation is above 0 on some backends,
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"do_group_filter": False}, {"do_group_filter": False, "do_global_normalization": True}], ids=in_words
+    "flags",
+    [
+        {},
+        {"do_group_filter": False},
+        {"do_group_filter": False, "do_global_normalization": True},
+    ],
+    ids=in_words,
 )
 @pytest.mark.parametrize("advantage", [name for name in CHOICES["advantage"] if name not in NOT_RELATIVE])
 def test_equal_rewards_carry_no_signal(advantage, flags):
@@ -442,7 +456,15 @@ def test_best_k_imitates_equal_groups_without_the_filter(do_group_filter):
     assert (found.advantages == batch.mask[best]).all()
 
 
-@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"do_group_filter": False},
+        {"do_global_normalization": True},
+    ],
+    ids=in_words,
+)
 @pytest.mark.parametrize("advantage", CHOICES["advantage"])
 def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     """The others are valued as if it had never been sampled."""
@@ -645,7 +667,11 @@ def test_metrics(objective, kl):
 
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
-    losses = {"loss_normalization": normalization, "kl_coef": 0.1, "entropy_coef": 0.1}
+    losses = {
+        "loss_normalization": normalization,
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+    }
     config = ObjectiveConfig(objective, advantage="gae", **losses)
     batch = set_loss_denominators(credited(ObjectiveConfig(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
     batch = replace(batch, returns=gae(batch, config))
@@ -818,7 +844,11 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
             column += length + 1
     zeros = np.zeros((B, T), np.float32)
     facts = (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
-    named = {"row": np.arange(B), "token_rewards": by_token, "group_size": group_size}
+    named = {
+        "row": np.arange(B),
+        "token_rewards": by_token,
+        "group_size": group_size,
+    }
     return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
 
 
@@ -863,7 +893,16 @@ def test_groups_of_equal_sums_are_kept_where_turns_differ():
 def test_turns_are_compared_by_their_rewards_to_go(advantage):
     """Against loops over groups and turns in float64; one grader failed, one row is dropped and stays in its group."""
     rng = np.random.default_rng(0)
-    lengths = [[2, 1], [1, 3, 2], [4], [1, 1, 1], [2, 2], [3, 1, 2], [2], [1, 2]]  # tokens of turns, two groups of 4
+    lengths = [
+        [2, 1],
+        [1, 3, 2],
+        [4],
+        [1, 1, 1],
+        [2, 2],
+        [3, 1, 2],
+        [2],
+        [1, 2],
+    ]  # tokens of turns, two groups of 4
     rewards = [[float(x) for x in rng.integers(0, 3, len(turns))] for turns in lengths]
     rewards[5] = [np.nan] * 3
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)

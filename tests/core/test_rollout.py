@@ -133,9 +133,24 @@ def test_show_sends_no_control_characters_to_the_terminal():
 THINK = "<think>\nlet me see"
 BOTH = "<think>\nlet me see\n</think>\nso"
 REPLIES = {  # form: replies before and after which its answer is forced, with the text that is forced
-    "tags": [(THINK, "</think>\n<answer>"), (BOTH, "\n<answer>"), ("so\n", "<answer>"), ("so <answer>5", "")],
-    "boxed": [(THINK, "</think>\n\\boxed{"), (BOTH, "\n\\boxed{"), (THINK + " \\boxed{5}", ""), ("so", "\n\\boxed{")],
-    "hash": [(THINK, "</think>\n#### "), (BOTH, "\n#### "), ("so\n#### 5", ""), ("\\boxed{5}", "\n#### ")],
+    "tags": [
+        (THINK, "</think>\n<answer>"),
+        (BOTH, "\n<answer>"),
+        ("so\n", "<answer>"),
+        ("so <answer>5", ""),
+    ],
+    "boxed": [
+        (THINK, "</think>\n\\boxed{"),
+        (BOTH, "\n\\boxed{"),
+        (THINK + " \\boxed{5}", ""),
+        ("so", "\n\\boxed{"),
+    ],
+    "hash": [
+        (THINK, "</think>\n#### "),
+        (BOTH, "\n#### "),
+        ("so\n#### 5", ""),
+        ("\\boxed{5}", "\n#### "),
+    ],
 }
 OPENINGS = {  # thinking and prefix: what the reply continues opens a think block
     ("on", "none"): False,

@@ -84,7 +84,11 @@ def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
     prompts = np.array([0, 0, 1])
     prompt_lengths = np.array([3, 3, 5])
     lengths = np.array([7, 8, 5])
-    drawn = [[3, 4, 5, 6], [3, 6, 7], []]  # the second row's columns 4 and 5 are an observation
+    drawn = [
+        [3, 4, 5, 6],
+        [3, 6, 7],
+        [],
+    ]  # the second row's columns 4 and 5 are an observation
     head = 512 * 128
     layers = 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
     expected = 0.0

@@ -461,7 +461,14 @@ def test_usual_names_of_columns_are_recognized(tmp_path, row):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "sizes"), [(1, (1, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 1)), (20, (17, 1, 2)), (200, (170, 10, 20))]
+    ("num_rows", "sizes"),
+    [
+        (1, (1, 0, 0)),
+        (2, (1, 0, 1)),
+        (3, (1, 1, 1)),
+        (20, (17, 1, 2)),
+        (200, (170, 10, 20)),
+    ],
 )
 def test_one_row_in_ten_is_one_in_ten(num_rows, sizes):
     rows = [Row(f"What is {i} + 1?", "1") for i in range(num_rows)]
@@ -610,7 +617,14 @@ def test_countdown_is_lmpos():
         envs.make_env("countdown", expression="bush")
 
 
-@pytest.mark.parametrize("numbers", [(3, 7, 2), (25, 5, 1, 4), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (3, 7, 2),
+        (25, 5, 1, 4),
+        (1, 1, 1, 1),
+    ],
+)
 def test_countdown_solver(numbers):
     for target in range(1, 30):
         found = solve(numbers, target)

@@ -166,7 +166,12 @@ def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
         "history": [["1, 1", "2"]],
         "system": "Be short.",
     }
-    expected = [("system", "Be short."), ("user", "1, 1"), ("assistant", "2"), ("user", "Add.\n3, 7")]
+    expected = [
+        ("system", "Be short."),
+        ("user", "1, 1"),
+        ("assistant", "2"),
+        ("user", "Add.\n3, 7"),
+    ]
     found = read_rl(tmp_path, row).problem(0).messages
     assert [(message["role"], message["content"]) for message in found] == expected
     assert read_sft(tmp_path, row) == [*found, SAY]
@@ -384,7 +389,11 @@ def test_columns_for_rewards_stay_free(tmp_path):
         (["12", "twelve"], ["12"], ["13"]),
         (["7", 8, None], ["7", "8"], ["78"]),
         (142.0, ["142", "142.0"], ["14"]),
-        ({"style": "rule", "ground_truth": ["5", "6"]}, ["5", "6"], ["7"]),
+        (
+            {"style": "rule", "ground_truth": ["5", "6"]},
+            ["5", "6"],
+            ["7"],
+        ),
         ("Six cost $3*6=$<<3*6=18>>18, with tax $20.\n#### 20", ["20", "$20"], ["18", "3"]),
         ("First, $1+2=3$. " * 200 + r"Hence the sum is $\boxed{\frac{1}{2}}$.", [r"\frac12", "0.5"], ["3", "2"]),
         ("<think>4</think><answer>5</answer>", ["5"], ["4"]),
@@ -449,7 +458,16 @@ def tried(tmp_path: Path, answers: list, prompt: str = "What is {}?", **options)
         return try_rewards(scorer, make_env("dataset", **options))
 
 
-@pytest.mark.parametrize("answers", [["5", 6.5, "$10"], ["#### 7", ["x", "8"]], ["yes", "No"], ["Rome"], ["B", "(C)"]])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ["5", 6.5, "$10"],
+        ["#### 7", ["x", "8"]],
+        ["yes", "No"],
+        ["Rome"],
+        ["B", "(C)"],
+    ],
+)
 @pytest.mark.parametrize("form", ["any", "tags", "boxed", "hash"])
 def test_references_that_replies_can_meet_start_a_run(tmp_path, answers, form):
     assert tried(tmp_path, answers, form=form) == []

@@ -140,7 +140,12 @@ def test_episode_goes_on_or_is_replayed_if_lost(patient_scorer, end):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("sleep", "reward_timeouts"), ("exit 0", "reward_errors"), ("raise", "reward_errors")]
+    ("text", "kind"),
+    [
+        ("sleep", "reward_timeouts"),
+        ("exit 0", "reward_errors"),
+        ("raise", "reward_errors"),
+    ],
 )
 def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
     jobs = [(i, Turns(0, (Reply("ok"), Reply(text if i == 3 else "ok")))) for i in range(8)]

@@ -106,12 +106,27 @@ def contents(step: Step) -> list[str]:
 
 def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     game = Game(call_cost=0.25, error_reward=-1.0)
-    step = game.act(Reply("calls", (call("add", a=1), call("later"), call("add", a=2, b=3), call("leave"))))
+    step = game.act(
+        Reply(
+            "calls",
+            (
+                call("add", a=1),
+                call("later"),
+                call("add", a=2, b=3),
+                call("leave"),
+            ),
+        )
+    )
     assert contents(step) == ["2", "now", "5", "{'error': '3'}"]
     assert {message["role"] for message in step.messages} == {"tool"}
     assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
     assert game.num_asked == 0
-    end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
+    end = {
+        "tool_calls": 0.0,
+        "tool_errors": 0.0,
+        "correct_answer": 0.0,
+        "other": 2.0,
+    }
     assert game.act(Reply("four")) == Step([], 4, True, end)
     assert game.num_asked == 1
     game = Game()
@@ -176,7 +191,16 @@ def test_other_hostile_calls_are_answered(payload):
 
 def test_limits_of_calls_and_of_results():
     game = Game(max_calls=2, max_result_characters=5)
-    step = game.act(Reply("", (call("repeat", text="ab", times=3), call("repeat", text="ab", times=2), call("later"))))
+    step = game.act(
+        Reply(
+            "",
+            (
+                call("repeat", text="ab", times=3),
+                call("repeat", text="ab", times=2),
+                call("later"),
+            ),
+        )
+    )
     assert contents(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
     assert "no more than 2 calls are allowed" in contents(step)[2]
     assert step.info == {"tool_calls": 2, "tool_errors": 1}
@@ -625,14 +649,38 @@ NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
 ECHOED = '{"text": "%s", "length": %d}'
 LIBRARIES = [  # class as another library has it, end of the prompt, replies with what is said (None: the end) and paid
     ("Wrapped", r"Seed \d+, 2 left\.", [("a", "1 left.\n7", 0), ("b", None, 0.75)]),
-    ("Lake", r"\(Down\)\n\[41m0\]", [("go 1", "(Down)\n[41m1]", 0.5), ("0", NO_NUMBER, 0), ("x", NO_NUMBER, 0)]),
-    ("Lake", r".*\n\[41m0\]", [("9" * 5000, NO_NUMBER, 0), ("1 or 3", "(Down)\n[41m3]", 0.5), ("3", None, 0.5)]),
+    (
+        "Lake",
+        r"\(Down\)\n\[41m0\]",
+        [
+            ("go 1", "(Down)\n[41m1]", 0.5),
+            ("0", NO_NUMBER, 0),
+            ("x", NO_NUMBER, 0),
+        ],
+    ),
+    (
+        "Lake",
+        r".*\n\[41m0\]",
+        [
+            ("9" * 5000, NO_NUMBER, 0),
+            ("1 or 3", "(Down)\n[41m3]", 0.5),
+            ("3", None, 0.5),
+        ],
+    ),
     ("Table", "0", [("2", "7, [1, 2], 2", 0.5), ("2", None, 0.5)]),
     ("Echoes", "Ready", [("{", ECHOED % ("{", 1), 1), ("end", None, 1)]),
     ("EchoClient", r"\['answer', 'prompt', 'seed', .*\]", [("hi\n", ECHOED % ("hi\\n", 3), 1), ("end", None, 1)]),
     ("SyncClient", r"\['answer', 'prompt', 'seed', .*\]", [("hi", ECHOED % ("hi", 2), 1), ("end", None, 1)]),
     ("DictClient", r"\['answer.*\]", [('{"message": "hi"}', ECHOED % ("hi", 2), 1), ('{"message": "end"}', None, 1)]),
-    ("Moves", "Ready", [(" 3\n", "3 False", 0.25), ('{"x": 4, "fast": true}', "4 True", 0.25), ("6", None, 0.25)]),
+    (
+        "Moves",
+        "Ready",
+        [
+            (" 3\n", "3 False", 0.25),
+            ('{"x": 4, "fast": true}', "4 True", 0.25),
+            ("6", None, 0.25),
+        ],
+    ),
     ("Sky", r"Begin\.", [("5", "No.", 0), ("it is 3", None, 1)]),
 ]
 
@@ -803,7 +851,14 @@ def test_the_calculator_is_called_and_graded(dialect):
 
 
 @pytest.mark.parametrize(
-    "options", [{"dialect": "lisp"}, {"operators": "^"}, {"max_turns": 1}, {"max_number": 1}], ids=str
+    "options",
+    [
+        {"dialect": "lisp"},
+        {"operators": "^"},
+        {"max_turns": 1},
+        {"max_number": 1},
+    ],
+    ids=str,
 )
 def test_options_that_it_does_not_have(options):
     with pytest.raises(UserError, match="Calculator|dialect=lisp"):

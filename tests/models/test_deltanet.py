@@ -51,7 +51,14 @@ def first_memory() -> np.ndarray:
     return np.float32(np.random.default_rng(1).standard_normal((B, H, C, E)))
 
 
-CASES = [(150, 64, 0.0), (150, 64, 0.9), (64, 64, 0.0), (21, 8, 0.0), (5, 64, 0.5), (1, 64, 0.0)]
+CASES = [
+    (150, 64, 0.0),
+    (150, 64, 0.9),
+    (64, 64, 0.0),
+    (21, 8, 0.0),
+    (5, 64, 0.5),
+    (1, 64, 0.0),
+]
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk", "alike"), CASES)

@@ -128,7 +128,14 @@ def assert_sampled(model: Decoder, params: Params, drawn: Completions, routes) -
 
 def test_recorded_experts_stand_in_the_columns_of_their_tokens():
     """Recorded experts are those of the forward pass."""
-    drawn = draw(MODEL, [[30, 40, 50, 60], [70, 80], list(range(90, 100))])
+    drawn = draw(
+        MODEL,
+        [
+            [30, 40, 50, 60],
+            [70, 80],
+            list(range(90, 100)),
+        ],
+    )
     assert drawn.routes.shape == (*drawn.tokens.shape, 2, 2)
     assert (drawn.routes > 0).all(axis=(2, 3)).tolist() == drawn.mask.tolist()
     assert_sampled(MODEL, random_params(MODEL), drawn, drawn.routes)

@@ -387,7 +387,14 @@ def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
         assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
 
 
-@pytest.mark.parametrize(("model_type", "is_its_own"), [("qwen3", False), (None, False), ("mistral3", True)])
+@pytest.mark.parametrize(
+    ("model_type", "is_its_own"),
+    [
+        ("qwen3", False),
+        (None, False),
+        ("mistral3", True),
+    ],
+)
 def test_tokenizer_warns_of_mistral_for_its_models_only(model_type, is_its_own, tmp_path, monkeypatch):
     """transformers 5.17 warns for every model whose config.json names no version, unless it gets the argument."""
     import transformers

@@ -61,7 +61,13 @@ def toy(kind: str) -> Fast:
     fast = Fast(BPE(byte_fallback=kind == "pieces", unk_token="<unk>" if kind == "pieces" else None))
     if kind == "pieces":
         fast.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-        fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        fast.decoder = decoders.Sequence(
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
     else:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         fast.decoder = decoders.ByteLevel()

@@ -162,7 +162,16 @@ def test_a_cache_has_as_many_bytes_as_is_estimated(name, dtype, kv_dtype):
     assert num_bytes == 3 * (5 * model.cache_bytes + model.state_bytes)
 
 
-@pytest.mark.parametrize("setting", [(1.0,), (0.0,), (0.6, 0, 0.8), (1.3, 12, 0.9, 0.03)], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        (1.0,),
+        (0.0,),
+        (0.6, 0, 0.8),
+        (1.3, 12, 0.9, 0.03),
+    ],
+    ids=str,
+)
 def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
     distribution = Distribution(*setting)
     logits = jnp.float32(2 * np.random.default_rng(5).standard_normal((50, 300)))
@@ -458,7 +467,11 @@ def truncate(folder):
 
 
 NORM = "model.layers.1.input_layernorm.weight"
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 DAMAGES = {
     "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
     "config": ("qwen3-tied", remove("config.json"), "config.json"),

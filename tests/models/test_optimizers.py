@@ -276,7 +276,13 @@ def test_the_second_update_does_not_compile_on_four_devices():
 
 @pytest.mark.parametrize(
     "flags",
-    [{"matrix_lr": -1.0}, {"embedding_lr": -1.0}, {"init_lr_frac": -0.1}, {"b1": 1.0}, {"adam_eps": 0.0}],
+    [
+        {"matrix_lr": -1.0},
+        {"embedding_lr": -1.0},
+        {"init_lr_frac": -0.1},
+        {"b1": 1.0},
+        {"adam_eps": 0.0},
+    ],
 )
 def test_what_is_out_of_range_is_named(flags):
     with pytest.raises(ValueError, match=f"--{next(iter(flags))}"):

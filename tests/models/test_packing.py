@@ -45,7 +45,15 @@ def tokens_of(sizes: RowSizes, width: int, vocabulary: int = 64) -> np.ndarray:
 
 
 @pytest.mark.parametrize("skips_padding", [True, False])
-@pytest.mark.parametrize(("shards", "num_tokens"), [(1, 512), (4, 512), (1, 128), (4, 64)])
+@pytest.mark.parametrize(
+    ("shards", "num_tokens"),
+    [
+        (1, 512),
+        (4, 512),
+        (1, 128),
+        (4, 64),
+    ],
+)
 def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, skips_padding):
     sizes = random_sizes(num_groups=12)
     shapes = choose_shapes(num_tokens, WIDTH, 48 // shards, skips_padding)

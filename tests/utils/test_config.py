@@ -172,8 +172,16 @@ def test_the_block_of_policy_gradients_is_the_environment(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "value"),
-    [("--do_group_filter 0", False), ("--do_group_filter=false", False), ("--nodo_group_filter", False)]
-    + [("--do_group_filter 1", True), ("--do-group-filter=true", True), ("--do_group_filter --lr 1", True)],
+    [
+        ("--do_group_filter 0", False),
+        ("--do_group_filter=false", False),
+        ("--nodo_group_filter", False),
+    ]
+    + [
+        ("--do_group_filter 1", True),
+        ("--do-group-filter=true", True),
+        ("--do_group_filter --lr 1", True),
+    ],
 )
 def test_booleans_in_all_their_spellings(line, value):
     assert read(f"--do_group_filter={not value} {line}").loop.do_group_filter is value
@@ -229,7 +237,11 @@ def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
 
 @pytest.mark.parametrize(
     ("line", "env_name", "limit"),
-    [("", "countdown", 192), ("--env_name poem", "poem", -1), ("--model_dir Qwen/Qwen3-1.7B", "poem", -1)],
+    [
+        ("", "countdown", 192),
+        ("--env_name poem", "poem", -1),
+        ("--model_dir Qwen/Qwen3-1.7B", "poem", -1),
+    ],
 )
 def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit, capsys):
     settings = to_dict(eval.parse_command(line.split()))
@@ -351,8 +363,16 @@ def test_numbers_of_environments_are_those_of_options():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("group_sise: 3", "did you mean --group_size"), ("group_size: [3]", "type int"), ("ckpt_dir: 3", "quotes")]
-    + [("- lr", "names and values"), ("lr: [", "not YAML"), ("config: other.yaml", "no option config")]
+    [
+        ("group_sise: 3", "did you mean --group_size"),
+        ("group_size: [3]", "type int"),
+        ("ckpt_dir: 3", "quotes"),
+    ]
+    + [
+        ("- lr", "names and values"),
+        ("lr: [", "not YAML"),
+        ("config: other.yaml", "no option config"),
+    ]
     + [("greedy: maybe", "greedy must be one of 0, 1")],
 )
 def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
@@ -426,7 +446,11 @@ def test_help_describes_common_options_and_names_others(settings, capsys):
 
 @pytest.mark.parametrize(
     ("command", "settings"),
-    [(grpo, grpo.Config), (eval, eval.EvalCommand), (sampling, sampling.SamplingCommand)],
+    [
+        (grpo, grpo.Config),
+        (eval, eval.EvalCommand),
+        (sampling, sampling.SamplingCommand),
+    ],
     ids=["grpo", "eval", "sampling"],
 )
 def test_help_fits_into_80_columns_but_for_commands_to_copy(command, settings, capsys):

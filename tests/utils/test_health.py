@@ -101,7 +101,16 @@ def test_a_collapse_is_named_in_place_of_what_follows_from_it(before, after):
     assert found == {"env/groups_without_signal", "env/finished"}, "no fall"
 
 
-@pytest.mark.parametrize(("num_rollouts", "chance"), [(4, 0.5), (16, 0.1), (64, 0.05), (64, 0.3), (256, 0.9)])
+@pytest.mark.parametrize(
+    ("num_rollouts", "chance"),
+    [
+        (4, 0.5),
+        (16, 0.1),
+        (64, 0.05),
+        (64, 0.3),
+        (256, 0.9),
+    ],
+)
 def test_noise_is_no_collapse(num_rollouts, chance):
     rng = np.random.default_rng(num_rollouts)
     health_checks = HealthChecks()
@@ -152,7 +161,14 @@ def test_advice_on_equal_rewards_fits_its_cause(metrics, words):
     assert words in warnings["env/groups_without_signal"]
 
 
-@pytest.mark.parametrize(("first", "later", "num_rollouts"), [(0.0, 0.0, 8), (0.1, 0.0, 8), (0.4, 0.1, 64)])
+@pytest.mark.parametrize(
+    ("first", "later", "num_rollouts"),
+    [
+        (0.0, 0.0, 8),
+        (0.1, 0.0, 8),
+        (0.4, 0.1, 64),
+    ],
+)
 def test_after_a_ruinous_update_no_other_advice_is_given(first, later, num_rollouts):
     """As with --lr 30 (the weights are nearly all update), whatever the return was before."""
     health_checks, told = HealthChecks(), []
@@ -182,7 +198,14 @@ def test_the_terminal_says_it(tmp_path, capsys):
     assert found == 1
 
 
-@pytest.mark.parametrize(("num_failed", "names_it"), [(8, True), (5, True), (4, False)])
+@pytest.mark.parametrize(
+    ("num_failed", "names_it"),
+    [
+        (8, True),
+        (5, True),
+        (4, False),
+    ],
+)
 def test_a_failed_reward_alone_is_named(num_failed, names_it):
     """Where more than half of the replies have no reward, equal rewards are no fault of the problems."""
     metrics = {

@@ -106,7 +106,14 @@ def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch
     assert runtime.runs_on_cpu(tmp_path)
 
 
-@pytest.mark.parametrize(("platforms", "expected"), [("cpu", True), ("cpu,tpu", True), ("cuda", False)])
+@pytest.mark.parametrize(
+    ("platforms", "expected"),
+    [
+        ("cpu", True),
+        ("cpu,tpu", True),
+        ("cuda", False),
+    ],
+)
 def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypatch):
     # As JAX_PLATFORMS sets it.
     monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=platforms))
@@ -167,7 +174,11 @@ def train(folder: str, process_id: int, ending: str) -> None:
         grpo.main(parse(grpo.Config, argv))
 
 
-ENDED = {"killed": 1, "main killed": 0, "asked": 1}  # by a signal to this process
+ENDED = {
+    "killed": 1,
+    "main killed": 0,
+    "asked": 1,
+}  # by a signal to this process
 
 
 @pytest.mark.slow

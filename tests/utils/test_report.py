@@ -289,7 +289,11 @@ def test_only_scores_of_the_same_problems_are_compared():
     values = np.array([0.9, 0.9, 0.9, 0.1, 0.1])
     run = {"test_env/correct_answer": (steps, values), "num_updates": (steps, np.ones(5))}
     run |= {f"test_env/correct_answer_{end}": (steps, values) for end in ("low", "high")}
-    segment = {"step": 20, "changed": {"env_options": ["", "numbers=4"]}, "data": {}}
+    segment = {
+        "step": 20,
+        "changed": {"env_options": ["", "numbers=4"]},
+        "data": {},
+    }
     texts = {same: judge_segment(run, {}, [segment | {"comparable": same}])["text"] for same in (True, False)}
     assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True]
     assert "--resume force" not in texts[True]
@@ -305,7 +309,14 @@ def test_the_change_of_a_share_stays_within_what_is_possible():
         assert f"a change of 0.0 points {ends}" in judge(run)["text"]
 
 
-@pytest.mark.parametrize(("num_tasks", "is_damaged"), [(200, False), (20, False), (200, True)])
+@pytest.mark.parametrize(
+    ("num_tasks", "is_damaged"),
+    [
+        (200, False),
+        (20, False),
+        (200, True),
+    ],
+)
 def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, is_damaged):
     run = write_run(tmp_path / "run", num_steps=0)
     before = np.repeat(np.arange(num_tasks) % 2.0, 2)  # two rollouts of each problem
@@ -628,7 +639,13 @@ def test_filters_and_colors(chromium, tmp_path):
     assert not any(seen[""])
     assert page.texts("#rollouts .above")[0] == "0.8", "the advantage of all tokens is in the header"
     assert page.run("return document.querySelector('#rollouts pre span').title") == ""
-    narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
+    narrower = [
+        ("step", "1", 8),
+        ("group", "1", 4),
+        ("least", "0.55", 2),
+        ("most", "0.65", 1),
+        ("search", ">9<", 0),
+    ]
     for name, value, expected in narrower:
         page.choose(name, value)
         assert len(page.texts("#rollouts article")) == expected, name
@@ -855,7 +872,13 @@ HURRY = """{
 
 
 @pytest.mark.parametrize(
-    ("age", "step_seconds", "goes_on"), [(60, 1, True), (4000, 1, False), (4000, 500, True), (6000, 500, False)]
+    ("age", "step_seconds", "goes_on"),
+    [
+        (60, 1, True),
+        (4000, 1, False),
+        (4000, 500, True),
+        (6000, 500, False),
+    ],
 )
 def test_a_page_stops_loading_itself_when_the_run_was_killed(chromium, tmp_path, age, step_seconds, goes_on):
     run = write_run(tmp_path / "run", run={"end": None})

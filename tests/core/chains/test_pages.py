@@ -122,7 +122,13 @@ def attention_in_float64(q, keys, values, columns, scale, window):
 
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "num_key_heads", "window"), [(1, 7, 1, 0), (1, 4, 2, 5), (9, 4, 2, 0), (20, 6, 2, 11)]
+    ("num_tokens", "num_heads", "num_key_heads", "window"),
+    [
+        (1, 7, 1, 0),
+        (1, 4, 2, 5),
+        (9, 4, 2, 0),
+        (20, 6, 2, 11),
+    ],
 )
 def test_the_kernel_attends_to_pages(num_tokens, num_heads, num_key_heads, window, is_int8):
     rng = np.random.default_rng(num_tokens)

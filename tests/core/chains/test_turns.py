@@ -397,7 +397,11 @@ def test_run_killed_within_episodes_ends_as_a_whole_one(whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("row", "from_turn", "message"),
-    [(24, 0, "give 0 to 23"), (0, 9, "give 1 to ."), (0, -1, "give 1 to .")],
+    [
+        (24, 0, "give 0 to 23"),
+        (0, 9, "give 1 to ."),
+        (0, -1, "give 1 to ."),
+    ],
 )
 def test_mistakes_of_a_replay(whole, row, from_turn, message):
     with pytest.raises(UserError, match=message):

@@ -404,7 +404,11 @@ def test_a_fingerprint_sees_single_and_paired_changes():
 
 def test_the_host_computes_the_fingerprint_of_devices():
     rng = np.random.default_rng(0)
-    state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
+    state = [
+        rng.random((3, 50, 700), np.float32),
+        np.int8(rng.integers(-9, 9, 70_000)),
+        jnp.ones((5, 3), jnp.bfloat16),
+    ]
     with Compilations() as compilations:
         found = fingerprint(jax.device_put([*state, np.int32(3)]))
         assert not compilations.programs
@@ -475,14 +479,28 @@ def test_segment_of_a_lost_state_begins_where_the_run_resumes():
     assert add_segment(segments, 9, {}, {}, True) == segments
 
 
-@pytest.mark.parametrize("segments", [[1], [{"step": "1"}], [{"step": 1, "changed": {"lr": [1]}, "data": {}}]])
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [1],
+        [{"step": "1"}],
+        [{"step": 1, "changed": {"lr": [1]}, "data": {}}],
+    ],
+)
 def test_segments_that_no_run_writes_are_named(segments, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"run": {"segments": segments}}))
     with pytest.raises(UserError, match="config.json: run.segments is"):
         read_settings(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize(("value", "outcome"), [(1, ""), (2, "note: {}"), ("x", "refused: {}")])
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (1, ""),
+        (2, "note: {}"),
+        ("x", "refused: {}"),
+    ],
+)
 def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
     # The table of removed options may be empty.
     monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
@@ -845,7 +863,11 @@ WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl plot.
 WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id mlflow_run_id rollouts/step_1.jsonl rollouts/step_1.npz"
 WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
 FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"
-TARGETS = {"a file": Path.touch, "a folder": Path.mkdir, "nothing": lambda path: None}
+TARGETS = {
+    "a file": Path.touch,
+    "a folder": Path.mkdir,
+    "nothing": lambda path: None,
+}
 LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.split(), ("a folder", "nothing"))]
 
 
