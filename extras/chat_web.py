@@ -79,7 +79,6 @@ class Examples:
         return None if rewards is None else rewards["correct_answer"] > 0
 
 
-
 class GradedModel(ChatModel):
     """A model whose replies to held-out problems are graded."""
 
@@ -265,7 +264,6 @@ def trained_settings(name: str) -> EnvConfig | None:
     return EnvConfig(first.strip(), str(settings.get("env_options", "")), str(settings.get("data_dir", "")))
 
 
-
 def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
     """Returns problems of an environment, and True if they have one turn; none if it cannot be made here."""
     name = test_name(config.env_name)
@@ -277,7 +275,6 @@ def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
         return Examples(None if env.opens else env, scorer), has_one_turn
     except (ValueError, OSError, ImportError):
         return Examples(), False
-
 
 
 def main(config: PageCommand) -> None:

@@ -26,7 +26,7 @@ from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members
 from models.names import LORA_B, Params
 from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
-from tests.helpers import slow, train_here
+from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments
 from utils.devices.sharding import single_device
 from utils.evaluation.estimates import mean_over_runs
@@ -145,7 +145,7 @@ OWN_TIMES = ("times/", "speed/", "memory/", "compile/", "rollout/")  # beginning
 
 def read_log(folder: Path) -> list[dict]:
     """The metrics of a run that do not depend on what else runs."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_jsonl(folder / "metrics.jsonl")
     return [{key: x for key, x in record.items() if not key.startswith(OWN_TIMES)} for record in records]
 
 

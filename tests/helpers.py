@@ -21,7 +21,7 @@ from core.config import Config
 from core.sampler import Sampler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
-from models.names import EMBED, HEAD
+from models.names import EMBED, HEAD, Params
 from models.tokenizer import Tokenizer
 from tests.kill_runs import arguments
 from utils.batching import bucket
@@ -98,6 +98,15 @@ def write_one_layer(folder: Path) -> Path:
     is_left_out = re.compile(r"model\.layers\.[1-9]")
     save_file({name: x for name, x in tensors.items() if not is_left_out.match(name)}, folder / "model.safetensors")
     return folder
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, vocab_size, shape).astype(np.int32)
 
 
 def slow(*cases) -> list:
@@ -181,6 +190,12 @@ def assert_close(found, expected, num_operations: int, size: float | None = None
         atol=rounding(num_operations, size),
         err_msg=err_msg,
     )
+
+
+def assert_leaves_close(found: Params, expected: Params, num_operations: int, size: float | None = None) -> None:
+    """Asserts that the arrays of two trees differ by `rounding` only."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, num_operations, size)
 
 
 def depth(model: Decoder, num_columns: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from tests.helpers import read_jsonl
 from tests.kill_runs import ROOT
 from tests.local_hub import put
 
@@ -24,7 +25,7 @@ def jsonl(rows: list[dict]) -> str:
 
 
 def sample(file: str) -> list[dict]:
-    return [json.loads(line) for line in (SAMPLES / file).read_text().splitlines()]
+    return read_jsonl(SAMPLES / file)
 
 
 def card(*configs: object) -> str:

@@ -1,6 +1,5 @@
 """Fixtures and shared data: what transformers says of small models, and what other people's tokenizers do."""
 
-import json
 from functools import cache
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 
 from models import decoder
 from models.checkpoint import load_model
+from tests.helpers import read_jsonl
 from tests.kill_runs import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -24,4 +24,4 @@ def expected_of(name: str) -> dict[str, np.ndarray]:
 
 
 def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / name).read_text().splitlines()]
+    return read_jsonl(DATA / "qwen3-tokenizer-vectors" / name)

@@ -173,7 +173,11 @@ def test_one_search_or_two_find_the_answer(split):
 def test_the_answer_must_be_said():
     env = make_env("search", form="hash")
     problem = env.problem(0)
-    for text, reward in ((f"#### {problem.answer[0]}", 1.0), (problem.answer[0], 0.0), ("#### no", 0.0)):
+    for text, reward in (
+        (f"#### {problem.answer[0]}", 1.0),
+        (problem.answer[0], 0.0),
+        ("#### no", 0.0),
+    ):
         assert env.episode(problem, 0).act(Reply(text))[1:3] == (reward, True)
 
 

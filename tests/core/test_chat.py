@@ -237,7 +237,12 @@ def test_the_server_answers_its_own_page_alone(server):
     assert server.models[0].changes == [("temperature", "0.5")]
     assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
     assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 404
-    for wrong in ({"model": 2}, {"model": True}, {"messages": 1}, {"messages": [{"role": "system", "content": ""}]}):
+    for wrong in (
+        {"model": 2},
+        {"model": True},
+        {"messages": 1},
+        {"messages": [{"role": "system", "content": ""}]},
+    ):
         assert post(server, body | wrong)[0] == 400
     assert server.server_address[0] == "127.0.0.1"
 

@@ -27,7 +27,7 @@ from envs.style import Style, Styled
 from extras.replay import ReplayCommand, replay
 from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints
-from tests.helpers import ROOT
+from tests.helpers import ROOT, read_jsonl
 from tests.oracles.enumeration import vote
 from utils.evaluation.estimates import (
     MAX_VOTERS,
@@ -256,7 +256,11 @@ def test_answers_are_of_the_form_that_the_environment_asks_for():
 def test_votes_for_one_answer_have_one_spelling():
     env = Env()
     env.form = "boxed"
-    for spellings in (["0.5", "1/2", r"\frac{1}{2}", "**0.5**"], ["1,240", "1240", "$1240"], ["E", "(E)", "E: forty"]):
+    for spellings in (
+        ["0.5", "1/2", r"\frac{1}{2}", "**0.5**"],
+        ["1,240", "1240", "$1240"],
+        ["E", "(E)", "E: forty"],
+    ):
         assert len({env.vote(rf"\boxed{{{answer}}}") for answer in spellings}) == 1
     votes = {env.vote(rf"\boxed{{{answer}}}") for answer in ("25", "25%", "0.25", "x", "2x", "D", "")}
     assert len(votes) == 7
@@ -330,7 +334,7 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
 def assert_samples(file: Path, scores: dict[str, float]) -> None:
     """Asserts that the rows of --save_samples hold the problems and replies that the scores are of."""
     assert file.read_text().isascii()
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = read_jsonl(file)
     assert len(rows) == 2 * 2 * 3
     poem = rows[:3]
     assert [row["task"] for row in poem] == [0, 1, 2]

@@ -1,6 +1,5 @@
 """Meshes: a step of GRPO of a small model is the same on all of them, what is large is cut, and little is sent."""
 
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,18 @@ from models.names import Params
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
 from models.state import init_state
-from tests.helpers import HYBRID, MODEL, assert_close, depth, gradient_depth, on_layout, rounding, slow, write_one_layer
+from tests.helpers import (
+    HYBRID,
+    MODEL,
+    assert_close,
+    depth,
+    gradient_depth,
+    on_layout,
+    read_jsonl,
+    rounding,
+    slow,
+    write_one_layer,
+)
 from tests.kill_runs import arguments, reproducible
 from tests.processes import start_processes, wait
 from utils.batching import MicrobatchShape, empty_rows
@@ -219,10 +229,6 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
             assert_close(other[name], one[name], operations, size, err_msg=name)
     texts = [[row["text"] for row in read_jsonl(runs / name / "rollouts" / "step_1.jsonl")] for name in ("1-dp", case)]
     assert texts[0] == texts[1]
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # What lies where

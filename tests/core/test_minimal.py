@@ -17,7 +17,7 @@ from core.sampler import Sampler
 from models.distribution import Distribution
 from models.names import Params
 from models.state import init_state
-from tests.helpers import MODEL, assert_close, gradient_depth, on_layout, random_params
+from tests.helpers import MODEL, assert_close, assert_leaves_close, gradient_depth, on_layout, random_params
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config
 
@@ -123,8 +123,7 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
     size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     assert size > 0.01
     num_operations = gradient_depth(MODEL, WIDTH, batch.mask.sum())
-    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
-        assert_close(x, y, num_operations, size)
+    assert_leaves_close(gradient, expected, num_operations, size)
     assert_close(metrics["loss"], sum(np.asarray(part["loss"]) for part in update.parts), num_operations, 1)
 
 

@@ -37,7 +37,7 @@ from models.conversations import describe_prompts, encode_conversation, encode_r
 from models.lora import make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import ROOT, rounding, slow, train_here
+from tests.helpers import ROOT, read_jsonl, rounding, slow, train_here
 from tests.kill_runs import arguments, checksum, difference, records
 from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
@@ -451,7 +451,7 @@ def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
 
 
 def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
-    own = write(tmp_path / "own.jsonl", [json.loads(line) for line in data.read_text().splitlines()])
+    own = write(tmp_path / "own.jsonl", read_jsonl(data))
     assert run(tmp_path / "run", data=own, max_steps=1) == 0
     write(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
     assert run(tmp_path / "run", data=own, max_steps=2) == 2

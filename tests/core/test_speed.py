@@ -30,7 +30,7 @@ from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
 from models.speed import Limits, decode_seconds, training_flops
 from models.tokenizer import load_tokenizer
-from tests.helpers import ROOT, slow, train_here
+from tests.helpers import ROOT, read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments, start
 from utils.batching import RowSizes
 from utils.devices import compilation
@@ -342,12 +342,12 @@ def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
     jax.clear_caches()
     assert train_here(tmp_path, **flags | {"max_steps": 4}) == 0
     assert len(re.findall(r"\n\d+ programs .* in \d+ s\n", capsys.readouterr().out)) == 2
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = read_jsonl(tmp_path / "metrics.jsonl")
     counts = [(step["compile/num_programs"] + step["compile/num_from_cache"]) for step in steps]
     assert counts[0] == counts[-1] > 5
     assert not any(counts[1:-1])
     assert not any(step["times/compile"] for step in steps), "nor does an evaluation, or the first step"
-    programs = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    programs = read_jsonl(tmp_path / "programs.jsonl")
     assert [row["num_steps"] for row in programs] == [0] * 2 * counts[0]
 
 
@@ -373,6 +373,6 @@ def test_second_start_on_a_mesh_finds_its_programs_cached(tmp_path):
         cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "XLA_FLAGS": devices}
         run = start(arguments(**flags, save_dir=tmp_path / str(number)), cache)
         assert not run.wait(), run.stdout.read()
-        programs = [json.loads(line) for line in (tmp_path / str(number) / "programs.jsonl").read_text().splitlines()]
+        programs = read_jsonl(tmp_path / str(number) / "programs.jsonl")
         assert {row["num_steps"] for row in programs} == {0}
         assert {row["from_cache"] for row in programs} == {bool(number)}

@@ -190,16 +190,32 @@ def test_words_around_a_number():
 
 
 def test_mathematics():
-    for reference, answer in [("x^2-1", "(x-1)(x+1)"), (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"), ("1,2", "2,1")]:
+    for reference, answer in [
+        ("x^2-1", "(x-1)(x+1)"),
+        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"),
+        ("1,2", "2,1"),
+    ]:
         assert same_math(reference, answer), answer
-    for reference, answer in [("5", "5!"), ("5", "5i"), ("5", "5x"), ("10", r"10\sqrt{2}"), ("(1,2)", "(2,1)")]:
+    for reference, answer in [
+        ("5", "5!"),
+        ("5", "5i"),
+        ("5", "5x"),
+        ("10", r"10\sqrt{2}"),
+        ("(1,2)", "(2,1)"),
+    ]:
         assert not same_math(reference, answer), answer
 
 
 def test_format_rewards():
     good = "<think>\nhm\n</think>\n<answer>\n5\n</answer>"
     assert (think_answer(good), quarter_per_tag(good), graded_blocks(good)) == (1.0, 1.0, 1.0)
-    for text, quarters in [("", 0), ("x" + good, 1), (good + good, 1), ("<think></think>", 0.5), ("<answer>", 0.25)]:
+    for text, quarters in [
+        ("", 0),
+        ("x" + good, 1),
+        (good + good, 1),
+        ("<think></think>", 0.5),
+        ("<answer>", 0.25),
+    ]:
         assert (think_answer(text), quarter_per_tag(text)) == (0.0, quarters)
 
 

@@ -225,7 +225,11 @@ def test_columns_are_named_alike_for_rl_and_sft(tmp_path):
 def test_calls_and_schemas_of_tools_reach_the_renderer(tmp_path):
     messages = [ASK, CALLED, RESULT, SAY]
     as_text = {**CALL, "function": {"name": "add", "arguments": '{"a": 3, "b": 7}'}}
-    for tools, call in (([SCHEMA], CALL), (json.dumps([SCHEMA]), as_text), ([json.dumps(SCHEMA)], as_text)):
+    for tools, call in (
+        ([SCHEMA], CALL),
+        (json.dumps([SCHEMA]), as_text),
+        ([json.dumps(SCHEMA)], as_text),
+    ):
         said = [ASK, {**CALLED, "content": None, "tool_calls": [call]}, RESULT]
         conversation = read_sft(tmp_path, {"messages": [*said, SAY], "tools": tools})
         assert conversation == messages

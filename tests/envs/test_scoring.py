@@ -17,6 +17,7 @@ from envs.base import MAX_OBSERVED, Reply, Step
 from envs.scoring import scorer as scoring
 from envs.scoring.helper import MAX_PRINTED, Outcome, Printed, ScorerSettings, Turns
 from envs.scoring.scorer import Failure, Scorer, ScoringStream
+from tests.helpers import read_jsonl
 from tests.hostile import MEMORY
 from tests.processes import is_alive, wait_until_gone
 from utils.settings.errors import UserError
@@ -334,7 +335,7 @@ def test_failures_are_told_once_and_written_down(tmp_path, capsys):
     with Scorer(HOSTILE, num_workers=1, failures_dir=tmp_path) as scorer:
         scorer.score_replies([6, 7], ["ok", "raise"])
         scorer.score_replies([8], ["nan"])
-    written = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
+    written = read_jsonl(tmp_path / "reward_failures.jsonl")
     assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
     assert "ZeroDivisionError: of the reward" in written[0]["reason"]
     assert capsys.readouterr().err.count("warning") == 1

@@ -3,6 +3,7 @@
 Letters as in models/deltanet.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,16 @@ import pytest
 
 from models import decoder
 from models.deltanet import DeltaInputs, chunked_rule, invert_unit_lower, recurrent_rule
-from tests.helpers import HYBRID, assert_close, depth, gradient_depth, on_layout, random_params
+from tests.helpers import (
+    HYBRID,
+    assert_close,
+    assert_leaves_close,
+    depth,
+    gradient_depth,
+    on_layout,
+    random_params,
+    random_tokens,
+)
 from tests.oracles.layers import recurrence
 from tests.processes import on_four_devices
 from utils.devices.startup import DeviceConfig, make_layout
@@ -78,30 +88,41 @@ def test_gradients_of_chunks_are_those_of_the_recurrence(num_tokens, chunk, alik
     x = inputs(num_tokens, alike)
     memory = first_memory()
     rng = np.random.default_rng(2)
-    directions = rng.standard_normal((B, H, num_tokens, E)), rng.standard_normal(memory.shape)
-    found, expected = (
-        jax.jit(lambda x, memory, rule=rule: jax.vjp(rule, x, memory)[1](tuple(map(jnp.float32, directions))))(
-            x, memory
-        )
-        for rule in (partial(chunked_rule, chunk=chunk), stepwise)
-    )
-    for gradient, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(gradient, reference, 3 * (num_tokens + C) * C)
+    of_outputs = np.float32(rng.standard_normal((B, H, num_tokens, E)))
+    of_memory = np.float32(rng.standard_normal(memory.shape))
+
+    def gradient(rule: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[DeltaInputs, jax.Array]:
+        def pull_back(x: DeltaInputs, memory: jax.Array) -> tuple[DeltaInputs, jax.Array]:
+            return jax.vjp(rule, x, memory)[1]((of_outputs, of_memory))
+
+        return jax.jit(pull_back)(x, memory)
+
+    found = gradient(partial(chunked_rule, chunk=chunk))
+    expected = gradient(stepwise)
+    assert_leaves_close(found, expected, 3 * (num_tokens + C) * C)
 
 
 def test_decay_that_underflows_has_gradients():
-    x = inputs(64)._replace(log_decay=np.full((B, H, 64), -50, np.float32))
-    gradient = jax.jit(jax.grad(lambda x: chunked_rule(x, first_memory())[0].sum()))(x)
+    log_decay = np.full((B, H, 64), -50, np.float32)
+    x = inputs(64)._replace(log_decay=log_decay)
+
+    def total(x: DeltaInputs) -> jax.Array:
+        out, _ = chunked_rule(x, first_memory())
+        return out.sum()
+
+    gradient = jax.jit(jax.grad(total))(x)
     assert all(np.isfinite(array).all() for array in gradient)
 
 
 def test_unit_triangular_matrices_are_inverted():
-    below = np.tril(np.random.default_rng(3).uniform(-1, 1, (2, 3, 32, 32)), -1) / 8
+    rng = np.random.default_rng(3)
+    below = np.tril(rng.uniform(-1, 1, (2, 3, 32, 32)), -1) / 8
     found = jax.jit(invert_unit_lower)(np.float32(below))
     expected = np.linalg.inv(np.eye(32) + below)
     assert_close(found, expected, 32 * 5)
     ones = jnp.tril(jnp.ones((64, 64)), -1)  # of keys that are all the same: powers of it reach 10^17
-    np.testing.assert_array_equal(invert_unit_lower(ones), np.eye(64) - np.eye(64, k=-1))
+    inverse = np.eye(64) - np.eye(64, k=-1)
+    np.testing.assert_array_equal(invert_unit_lower(ones), inverse)
 
 
 ODD = replace(HYBRID, delta=HYBRID.delta._replace(num_key_heads=1, num_value_heads=3))  # heads that no mesh divides
@@ -109,16 +130,21 @@ ODD = replace(HYBRID, delta=HYBRID.delta._replace(num_key_heads=1, num_value_hea
 
 def compare_on_four_devices() -> None:
     """Logits and gradients of the training pass on meshes, and on one device."""
-    tokens = np.random.default_rng(4).integers(0, HYBRID.vocab_size, (4, 70)).astype(np.int32)
+    tokens = random_tokens(HYBRID.vocab_size, 4, 70, seed=4)
 
     def loss(params, model):
         scores = decoder.logits(model, params, tokens)
         return jax.nn.log_softmax(scores)[..., 7].mean(), scores
 
     compute = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
-    for model, mesh in ((HYBRID, "fsdp=2,tp=2"), (HYBRID, "tp=4"), (ODD, "data=2,tp=2")):
+    for model, mesh in (
+        (HYBRID, "fsdp=2,tp=2"),
+        (HYBRID, "tp=4"),
+        (ODD, "data=2,tp=2"),
+    ):
         expected_gradient, expected = compute(random_params(model), model)
-        gradient, logits = compute(on_layout(make_layout(DeviceConfig(mesh=mesh)), model), model)
+        layout = make_layout(DeviceConfig(mesh=mesh))
+        gradient, logits = compute(on_layout(layout, model), model)
         assert_close(logits, expected, depth(model, tokens.shape[1]))
         for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
             assert_close(x, y, gradient_depth(model, tokens.shape[1], tokens.size), 10 * np.linalg.norm(y))

@@ -18,7 +18,7 @@ from models.distribution import Distribution
 from models.experts import Experts
 from models.names import LAYERS, Params
 from tests.helpers import MODEL as DENSE
-from tests.helpers import assert_close, depth, gradient_depth, random_params
+from tests.helpers import assert_close, assert_leaves_close, depth, gradient_depth, random_params, random_tokens
 from tests.oracles.layers import loop_over_tokens
 from tests.processes import on_four_devices
 from utils.devices.sharding import MESH_AXES, Layout, single_device
@@ -225,15 +225,18 @@ def results_on(layout: Layout, tokens: np.ndarray) -> Results:
 
 def same_model_on_four_devices() -> None:
     """Asserts that logits, gradients and greedy completions of a fixture are the same on meshes."""
-    tokens = np.random.default_rng(0).integers(0, 79, (4, 9)).astype(np.int32)
+    tokens = random_tokens(79, 4, 9)
     expected = results_on(single_device(), tokens)
-    for product, mesh in (("dense", "tp=4"), ("dense", "tp=2,fsdp=2"), ("ragged", "tp=2,fsdp=2")):
+    for product, mesh in (
+        ("dense", "tp=4"),
+        ("dense", "tp=2,fsdp=2"),
+        ("ragged", "tp=2,fsdp=2"),
+    ):
         Decoder.expert_product = product
         found = results_on(make_layout(DeviceConfig(mesh=mesh)), tokens)
         np.testing.assert_array_equal(found.drawn, expected.drawn)
         assert_close(found.logits, expected.logits, depth(found.model, 9), err_msg=mesh)
-        for one, other in zip(*map(jax.tree.leaves, (found.gradient, expected.gradient)), strict=True):
-            assert_close(one, other, gradient_depth(found.model, 9, 36), err_msg=mesh)
+        assert_leaves_close(found.gradient, expected.gradient, gradient_depth(found.model, 9, 36))
 
 
 def on_meshes() -> None:

@@ -30,7 +30,7 @@ from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
 from models.names import LAYERS, LORA_A, LORA_B
 from models.peft import FIELDS, PREFIX, WEIGHTS, peft_name, save_adapters
 from models.tokenizer import Tokenizer
-from tests.helpers import train_here
+from tests.helpers import random_tokens, read_jsonl, train_here
 from tests.kill_runs import FLAGS, records
 from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
@@ -218,7 +218,7 @@ def test_adapters_of_experts_equal_merged_matrices(product, monkeypatch):
     model, base, adapters, policy = load_random("qwen3moe-untied")
     scale = model.lora_alpha / 2
     merged = merge_stacked(model, load_model(FIXTURES / "qwen3moe-untied")[1], adapters)
-    tokens = np.random.default_rng(0).integers(0, 64, (4, 9)).astype(np.int32)
+    tokens = random_tokens(64, 4, 9)
     near(logits(model, policy, tokens), logits(model, merged, tokens), atol=1e-5)
 
     def loss(params, base):
@@ -280,7 +280,7 @@ ON_MESHES["qwen3moe-untied"] = {"fsdp=2,tp=2": "never"}
 
 def same_on_meshes() -> None:
     """Asserts that greedy completions, logits and gradients of adapted models are the same on meshes."""
-    tokens = np.random.default_rng(0).integers(0, 64, (4, 9)).astype(np.int32)
+    tokens = random_tokens(64, 4, 9)
     for name, meshes in ON_MESHES.items():
         _, drawn, *reference = on_mesh(name, tokens, single_device(), "never")
         for mesh, merge in meshes.items():
@@ -560,7 +560,7 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch)
     config = json.loads((tmp_path / "b" / "step2" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(FIXTURES.parents[1] / "models" / "tiny"), "nor relative"
     assert config["base_dtype"] == "int8"
-    metrics = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_jsonl(tmp_path / "b" / "metrics.jsonl")
     assert metrics[-1]["kl"] > 0, "to the base without adapters"
 
     read = []

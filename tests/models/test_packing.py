@@ -13,7 +13,7 @@ from models.checkpoint import load_model
 from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD, Params
 from models.packing import Packing, pack, pack_rows, unpack
-from tests.helpers import ROOT, assert_close, gradient_depth, slow
+from tests.helpers import ROOT, assert_close, assert_leaves_close, gradient_depth, slow
 from utils.batching import EMPTY, MicrobatchShape, RowSizes, choose_shapes, few_widths, packed_tokens, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
@@ -205,8 +205,7 @@ def random_experts(model: Decoder, scored: np.ndarray) -> np.ndarray:
 def assert_close_trees(found: Params, expected: Params, num_operations: int) -> None:
     size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
     assert size > 0.1
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(x, y, num_operations, size)
+    assert_leaves_close(found, expected, num_operations, size)
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -503,9 +503,8 @@ def test_runs_are_compared(tmp_path, capsys):
     assert "there is no" in capsys.readouterr().err
 
 
-def test_tokens_are_written_with_what_is_known_of_each():
-    texts = ["x🙂", "ab", "\xff"]
-    ids = [[1, *b"x\xf0\x9f\x99\x82"], [1, *b"ab"], [1, 0xFF]]
+def episodes_of_bytes(ids: list[list[int]], texts: list[str]) -> Episodes:
+    """Returns three rows of a prompt of one token; the grader of the last one failed."""
     tokens = np.zeros((3, 8), int)
     lengths = np.array([6, 3, 2])
     for i, each in enumerate(ids):
@@ -518,14 +517,20 @@ def test_tokens_are_written_with_what_is_known_of_each():
     completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, lengths - 1.0, 0 * lengths)
     scores = {"return": np.arange(3.0)}
     failed = np.array([False, False, True])
-    episodes = Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
+    return Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
+
+
+def test_tokens_are_written_with_what_is_known_of_each():
+    ids = [[1, *b"x\xf0\x9f\x99\x82"], [1, *b"ab"], [1, 0xFF]]
+    episodes = episodes_of_bytes(ids, ["x🙂", "ab", "\xff"])
+    r = episodes.completions
     batch = Batch(
-        tokens[[1], :4],
-        is_drawn[[1], :4],
-        logprobs[[1], :4],
-        scores["return"][[1]],
-        lengths[[1]],
-        one[[1]],
+        r.tokens[[1], :4],
+        r.mask[[1], :4],
+        r.logprobs[[1], :4],
+        episodes.scores["return"][[1]],
+        r.lengths[[1]],
+        r.prompt_lengths[[1]],
         row=np.array([1]),
         advantages=np.full((1, 4), 0.5),
         entropies=np.array([[0, 0.25, 2, 0]]),
@@ -619,7 +624,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
         assert shown == [format_value(metric, value) for value in values]
 
 
-def test_filters_and_colors(chromium, tmp_path):
+def test_pages_of_rollouts_and_their_colors(chromium, tmp_path):
     rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
     page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
     assert page.texts("#place") == ["1 to 2 of 2"], "the first and the last step, side by side"
@@ -639,6 +644,12 @@ def test_filters_and_colors(chromium, tmp_path):
     assert not any(seen[""])
     assert page.texts("#rollouts .above")[0] == "0.8", "the advantage of all tokens is in the header"
     assert page.run("return document.querySelector('#rollouts pre span').title") == ""
+    page.check()
+
+
+def test_filters_and_orders(chromium, tmp_path):
+    rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
+    page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
     narrower = [
         ("step", "1", 8),
         ("group", "1", 4),
@@ -651,7 +662,11 @@ def test_filters_and_colors(chromium, tmp_path):
         assert len(page.texts("#rollouts article")) == expected, name
     for name in ("step", "group", "least", "most", "search"):
         page.choose(name, "")
-    for order, first in (("-return", "1.5"), ("+return", "0"), ("-advantage", "1.5")):
+    for order, first in (
+        ("-return", "1.5"),
+        ("+return", "0"),
+        ("-advantage", "1.5"),
+    ):
         page.choose("order", order)
         assert page.texts("#rollouts article:first-child .reward") == [first], order
     assert page.texts("#place") == ["1 to 10 of 24"]

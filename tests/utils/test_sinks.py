@@ -242,7 +242,11 @@ def test_a_run_goes_on_without_the_package_of_wandb_and_says_so(tmp_path, monkey
     """Whether it was named, or there is a login."""
     # A package that is not installed.
     monkeypatch.setitem(sys.modules, "wandb", None)
-    for options, key in (({"wandb_name": "x"}, ""), ({"wandb_group": "x"}, ""), ({}, "x")):
+    for options, key in (
+        ({"wandb_name": "x"}, ""),
+        ({"wandb_group": "x"}, ""),
+        ({}, "x"),
+    ):
         # A login, or none.
         monkeypatch.setenv("WANDB_API_KEY", key)
         start(tmp_path, **options).close()

@@ -40,7 +40,7 @@ from envs.settings import RolloutSettings, resolve_environments
 from models.checkpoint import load_model, resolve_model_dir
 from models.state import TrainState
 from models.tokenizer import load_tokenizer
-from tests.helpers import MODEL, ROOT, gradient_depth, rounding, slow, train_here
+from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here
 from tests.kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 from utils.devices import runtime
 from utils.devices.compile_log import Compilations
@@ -422,7 +422,11 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     options = {"lr": 1e-3}
     with started(small_run(tmp_path, **options)) as run:
         save(run, 1)
-    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
+    for change in (
+        {"lr": 2e-3},
+        {"seed": 1, "group_size": 4},
+        {"max_steps": 9, "lr_schedule": "linear"},
+    ):
         with pytest.raises(UserError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
             small_run(tmp_path, **options | change)
     with pytest.raises(UserError, match="--resume never"):
@@ -466,7 +470,7 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     card = run.card.render(Progress(4), {})
     assert "from step 4 on: --lr 0.002 (before: 0.001)" in card
     assert "up to step 3 are of other data" in card
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["global_step"] for event in events] == [3, 3]
     assert "--lr 0.002 (before: 0.001)" in events[0]["warning"]
     assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()

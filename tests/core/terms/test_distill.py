@@ -249,7 +249,11 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     _, batch = learner.score(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
     gain = np.where(batch.mask, 0.5 * (batch.extras[LOGPROBS] - batch.sample_logprobs), 0)
     for name in ("none", "group_zscore", "group_mean", "batch_zscore", "reinforce++_baseline"):
-        for other in ({}, {"do_global_normalization": True}, {"do_clip_advantages": True}):
+        for other in (
+            {},
+            {"do_global_normalization": True},
+            {"do_clip_advantages": True},
+        ):
             objective = replace(CONFIG.objective, advantage=name, **other)
             learner.update(state, compute_advantages(batch, objective), 0.0)
             np.testing.assert_array_equal(found[-1].advantages, np.float32(gain))
