@@ -55,7 +55,16 @@ def random_batch() -> Batch:
     true = np.asarray(teacher_forced(MODEL, random_params(), tokens, DISTRIBUTION)[0])
     old = np.where(mask, true + rng.normal(0, 0.31, (B, T)), 0).astype(np.float32)
     rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, 0])
-    batch = Batch(tokens, mask, np.where(mask, true, 0), rewards, lengths, prompts, old_logprobs=old, group_size=G)
+    batch = Batch(
+        tokens=tokens,
+        mask=mask,
+        sample_logprobs=np.where(mask, true, 0),
+        rewards=rewards,
+        lengths=lengths,
+        prompt_lengths=prompts,
+        old_logprobs=old,
+        group_size=G,
+    )
     return compute_advantages(batch, CONFIG.objective)
 
 
@@ -66,7 +75,14 @@ def make_learner(
     config = with_options(config, **options)
     model = replace(MODEL, mesh=layout.mesh)
     num_tokens = config.sampling.num_generation_tokens
-    return Learner(model, optimizer, layout, config, num_tokens, tokens_per_microbatch)
+    return Learner(
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        config=config,
+        num_generation_tokens=num_tokens,
+        tokens_per_microbatch=tokens_per_microbatch,
+    )
 
 
 def first_state(learner: Learner) -> TrainState:

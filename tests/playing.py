@@ -57,7 +57,15 @@ COLLECT = with_options(CONFIG, groups_per_batch=4)
 def make_worker(num_tasks: int, rows_per_call: int = 64, distribution: Distribution = WHOLE) -> RolloutWorker:
     env = Digest(num_tasks)
     sampler = Sampler(MODEL, 6, (3,), distribution)
-    return RolloutWorker(env, "digest", Letters(), sampler, HereScorer(env), single_device(), rows_per_call)
+    return RolloutWorker(
+        env=env,
+        name="digest",
+        tokenizer=Letters(),
+        sampler=sampler,
+        scorer=HereScorer(env),
+        layout=single_device(),
+        rows_per_call=rows_per_call,
+    )
 
 
 def collect_batch(worker: RolloutWorker, config: Config, cursor: int = 0) -> tuple[Batch, Episodes, int]:

@@ -178,7 +178,16 @@ def play(kind: str, policy: str = "full") -> Episodes:
         # The tokens of the scripts take the place of those that were sampled.
         patch.setattr(PagedChain, "read", reading_script(lambda row: scripts[row]))
         patch.setattr("core.sampler.decode_segment", Drawing(scripts, keys).decode_segment)
-        worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, 0, make_replies=make_replies)
+        worker = RolloutWorker(
+            env=env,
+            name=kind,
+            tokenizer=tokenizer,
+            sampler=sampler,
+            scorer=PlayingScorer(env),
+            layout=layout,
+            rows_per_call=0,
+            make_replies=make_replies,
+        )
         weights = worker.load_weights(make_policy(base, params))
         return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))
 

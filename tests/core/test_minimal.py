@@ -88,7 +88,14 @@ def batch_of(tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray
 def learner_gradient(config: Config, batch: Batch) -> tuple[Params, Update]:
     """Returns the gradient of an update in several micro-batches, by plain descent with rate 1, and the update."""
     layout = single_device()
-    learner = Learner(MODEL, optax.sgd(1.0), layout, config, MAX_NEW_TOKENS, tokens_per_microbatch=128)
+    learner = Learner(
+        model=MODEL,
+        optimizer=optax.sgd(1.0),
+        layout=layout,
+        config=config,
+        num_generation_tokens=MAX_NEW_TOKENS,
+        tokens_per_microbatch=128,
+    )
     before = init_state(on_layout(layout), learner.optimizer)
     after, update = learner.update(before, batch, fraction_done=0.0)
     assert len(update.parts) > 1

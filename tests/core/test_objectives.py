@@ -843,13 +843,19 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
             by_token[row, column + length - 1] = rewards[row][number]
             column += length + 1
     zeros = np.zeros((B, T), np.float32)
-    facts = (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
-    named = {
-        "row": np.arange(B),
-        "token_rewards": by_token,
-        "group_size": group_size,
-    }
-    return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
+    batch = Batch(
+        tokens=zeros,
+        mask=mask,
+        sample_logprobs=zeros,
+        rewards=by_token.sum(1),
+        lengths=mask.sum(1) + 2,
+        prompt_lengths=np.full(B, 2),
+        finished=np.ones(B, bool),
+        row=np.arange(B),
+        token_rewards=by_token,
+        group_size=group_size,
+    )
+    return batch, turn_of
 
 
 @pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}], ids=in_words)
@@ -929,13 +935,14 @@ def test_single_replies_have_one_turn():
     zeros = np.zeros((8, 12), np.float32)
     rewards = np.float32(rng.normal(size=8))
     by_token = np.where(np.arange(12) == 11, rewards[:, None], np.float32(0))
-    facts = np.full(8, 12), np.full(8, 2), np.ones(8, bool)
     batch = Batch(
-        zeros,
-        mask,
-        zeros,
-        rewards,
-        *facts,
+        tokens=zeros,
+        mask=mask,
+        sample_logprobs=zeros,
+        rewards=rewards,
+        lengths=np.full(8, 12),
+        prompt_lengths=np.full(8, 2),
+        finished=np.ones(8, bool),
         row=np.arange(8),
         token_rewards=by_token,
         group_size=4,

@@ -105,7 +105,15 @@ def test_long_prompt_is_named_if_the_sample_missed_it():
     env = Rows(10, 10, is_generated=True)
     tokenizer = Letters()
     sampler = Sampler(MODEL, 8, (), max_prompt_tokens=LIMIT, tokenizer=tokenizer)
-    worker = RolloutWorker(env, "mine", tokenizer, sampler, None, single_device(), 4)
+    worker = RolloutWorker(
+        env=env,
+        name="mine",
+        tokenizer=tokenizer,
+        sampler=sampler,
+        scorer=None,
+        layout=single_device(),
+        rows_per_call=4,
+    )
     words = "^the prompt of problem 9 of mine has 41 tokens, more than 40: raise --prompt_length "
     with pytest.raises(UserError, match=words):
         worker.play({}, np.array([0, 9]), 2, jax.random.key(0), positions=np.array([100, 101]))
@@ -338,9 +346,25 @@ def test_how_it_is_played_is_one_line():
 
 def test_all_of_gsm8k_is_evaluated():
     env = make_env("gsm8k-test", data_dir=DATA, system="none")
-    worker = RolloutWorker(env, "gsm8k-test", None, None, None, None, 4)
+    worker = RolloutWorker(
+        env=env,
+        name="gsm8k-test",
+        tokenizer=None,
+        sampler=None,
+        scorer=None,
+        layout=None,
+        rows_per_call=4,
+    )
     assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [env.num_tasks, env.num_tasks, 3]
-    worker = RolloutWorker(Rows(1024, 5), "mine", None, None, None, None, 4)
+    worker = RolloutWorker(
+        env=Rows(1024, 5),
+        name="mine",
+        tokenizer=None,
+        sampler=None,
+        scorer=None,
+        layout=None,
+        rows_per_call=4,
+    )
     assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [512, 1024, 3]
 
 

@@ -133,9 +133,25 @@ def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
     tokens = np.ones((2, 5), int)
     zeros = np.zeros((2, 5))
     mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
-    counts = np.ones(2, bool), np.full(2, 4.0), np.zeros(2, int)
-    work = Completions(tokens, mask, zeros, lengths, prompt_lengths, *counts)
-    episodes = Episodes(work, np.zeros(2, int), [""] * 2, {}, np.zeros(2, bool), {}, {"rollout": 2.0})
+    work = Completions(
+        tokens=tokens,
+        mask=mask,
+        logprobs=zeros,
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        finished=np.ones(2, bool),
+        slot_steps=np.full(2, 4.0),
+        num_observed=np.zeros(2, int),
+    )
+    episodes = Episodes(
+        completions=work,
+        task_ids=np.zeros(2, int),
+        texts=[""] * 2,
+        scores={},
+        failed=np.zeros(2, bool),
+        failures={},
+        times={"rollout": 2.0},
+    )
     update = {"num_updates": 3, "speed/flops": 8e12, "times/update": 4.0}
     settings = MODEL, single_device(), single_device(), episodes
     assert set(speed_metrics(*settings, update)) == {"speed/occupancy", "speed/update_tflops"}, "a CPU is not measured"
@@ -170,7 +186,15 @@ def test_occupancy_is_the_share_of_slots_that_sampled():
         live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
         num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
     np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
-    episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {"rollout": 2.0})
+    episodes = Episodes(
+        completions=completions,
+        task_ids=np.zeros(64, int),
+        texts=[""] * 64,
+        scores={},
+        failed=np.zeros(64, bool),
+        failures={},
+        times={"rollout": 2.0},
+    )
     speed = speed_metrics(model, single_device(), single_device(), episodes, {})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
 

@@ -80,11 +80,28 @@ def test_prompts_that_are_too_long_are_left_out():
 def test_failed_reward_stays_zero_and_length_reward_is_logged():
     lengths = np.array([80, 90, 40, 100])
     zeros = np.zeros((4, 100), np.float32)
-    completions = Completions(zeros, zeros > 0, zeros, lengths, np.zeros(4, int), lengths < 100, lengths, 0 * lengths)
+    completions = Completions(
+        tokens=zeros,
+        mask=zeros > 0,
+        logprobs=zeros,
+        lengths=lengths,
+        prompt_lengths=np.zeros(4, int),
+        finished=lengths < 100,
+        slot_steps=lengths,
+        num_observed=0 * lengths,
+    )
     scores = {"return": np.array([1.0, 0.0, 0.0, 1.0]), "correct_answer": np.array([1.0, 0.0, 0.0, 1.0])}
     failed = np.array([False, True, False, False])
     times = {"rollout": 1.0, "score": 1.0}
-    episodes = Episodes(completions, np.arange(4), ["a", "b", "c", "d"], scores, failed, {"reward_errors": 1}, times)
+    episodes = Episodes(
+        completions=completions,
+        task_ids=np.arange(4),
+        texts=["a", "b", "c", "d"],
+        scores=scores,
+        failed=failed,
+        failures={"reward_errors": 1},
+        times=times,
+    )
     shaped = with_length_reward(episodes, 100, RewardConfig(length_reward="overlong"))
     np.testing.assert_allclose(shaped.scores["return"], [1.0, 0.0, 0.0, 0.0])  # the last one loses 1, at the limit
     metrics = rollout_metrics(replace(shaped, has_signal=np.array([True, False])))

@@ -514,10 +514,27 @@ def episodes_of_bytes(ids: list[list[int]], texts: list[str]) -> Episodes:
     one = np.ones(3, int)
     columns = np.arange(8)
     is_drawn = (columns >= 1) & (columns < lengths[:, None])
-    completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, lengths - 1.0, 0 * lengths)
+    completions = Completions(
+        tokens=tokens,
+        mask=is_drawn,
+        logprobs=logprobs,
+        lengths=lengths,
+        prompt_lengths=one,
+        finished=finished,
+        slot_steps=lengths - 1.0,
+        num_observed=0 * lengths,
+    )
     scores = {"return": np.arange(3.0)}
     failed = np.array([False, False, True])
-    return Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
+    return Episodes(
+        completions=completions,
+        task_ids=np.arange(3),
+        texts=texts,
+        scores=scores,
+        failed=failed,
+        failures={},
+        times={},
+    )
 
 
 def test_tokens_are_written_with_what_is_known_of_each():
@@ -525,12 +542,12 @@ def test_tokens_are_written_with_what_is_known_of_each():
     episodes = episodes_of_bytes(ids, ["x🙂", "ab", "\xff"])
     r = episodes.completions
     batch = Batch(
-        r.tokens[[1], :4],
-        r.mask[[1], :4],
-        r.logprobs[[1], :4],
-        episodes.scores["return"][[1]],
-        r.lengths[[1]],
-        r.prompt_lengths[[1]],
+        tokens=r.tokens[[1], :4],
+        mask=r.mask[[1], :4],
+        sample_logprobs=r.logprobs[[1], :4],
+        rewards=episodes.scores["return"][[1]],
+        lengths=r.lengths[[1]],
+        prompt_lengths=r.prompt_lengths[[1]],
         row=np.array([1]),
         advantages=np.full((1, 4), 0.5),
         entropies=np.array([[0, 0.25, 2, 0]]),

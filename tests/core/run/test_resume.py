@@ -271,9 +271,34 @@ def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict 
     ones = np.ones((1, 2), np.int32)
     row = np.ones(1, np.int32)
     reward = np.ones(1, np.float32)
-    completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward, 0 * row)
-    episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
-    batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
+    completions = Completions(
+        tokens=ones,
+        mask=ones > 0,
+        logprobs=np.float32(ones),
+        lengths=2 * row,
+        prompt_lengths=row,
+        finished=row > 0,
+        slot_steps=reward,
+        num_observed=0 * row,
+    )
+    episodes = Episodes(
+        completions=completions,
+        task_ids=row,
+        texts=["a"],
+        scores={"return": reward},
+        failed=row < 0,
+        failures={},
+        times={},
+    )
+    batch = Batch(
+        tokens=ones,
+        mask=ones > 0,
+        sample_logprobs=np.float32(ones),
+        rewards=reward,
+        lengths=2 * row,
+        prompt_lengths=row,
+        row=row - 1,
+    )
     progress = Progress(step, memory=memory or {})
     run.end_step(progress, state or states(step), {}, episodes, batch, is_last=False)
     progress.memory.clear()  # as the next step may, before this one is saved

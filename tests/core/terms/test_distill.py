@@ -503,7 +503,14 @@ def test_text_precedes_the_prompt_if_there_is_no_template():
 def test_rows_with_other_prompts_keep_their_completions():
     tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
     mask = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 1]], bool)
-    batch = Batch(tokens, mask, np.zeros((2, 6)), np.zeros(2), np.array([4, 6]), np.array([2, 3]))
+    batch = Batch(
+        tokens=tokens,
+        mask=mask,
+        sample_logprobs=np.zeros((2, 6)),
+        rewards=np.zeros(2),
+        lengths=np.array([4, 6]),
+        prompt_lengths=np.array([2, 3]),
+    )
     shown, columns = teachers.with_prompts([[50, 51, 52], [60]], batch)
     assert shown.tokens.tolist() == [[50, 51, 52, 3, 4, 0, 0], [60, 10, 11, 12, 0, 0, 0]]
     assert shown.lengths.tolist() == [5, 4]
