@@ -6,6 +6,7 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from core import grpo, sampling
 from core.chains.forced import reply_opening
+from core.chat import models as chat_models
 from core.config import Config
 from core.eval import show
 from core.rollout import RolloutWorker, encode_prompt, make_worker
@@ -376,14 +378,18 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     for step in (9, 10):
         (run / f"step{step}").mkdir(parents=True)
     seen = []
-    for command, place, config in (
-        (grpo, "core.grpo.load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
-        (sampling, "core.chat.models.load_model", parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)])),
-    ):
-        # Ends the command when it reads a model.
-        monkeypatch.setattr(place, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
-        with pytest.raises(SystemExit):
-            command.main(config)
+
+    def look(folder: str, *_: object, **__: object) -> NoReturn:
+        seen.append(Path(folder))
+        fail("seen")
+
+    # Ends the commands when they read a model.
+    monkeypatch.setattr(grpo, "load_policy", look)
+    monkeypatch.setattr(chat_models, "load_model", look)
+    with pytest.raises(SystemExit):
+        grpo.main(parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")]))
+    with pytest.raises(SystemExit):
+        sampling.main(parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)]))
     assert seen == [run / "step10"] * 2
 
 
