@@ -19,6 +19,7 @@ SETTINGS = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parent / ".jax_cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # programs without the lines that made each of their operations
 }
 QUICK_COMPILATION = (
     "--xla_cpu_use_fusion_emitters=false "  # a gradient compiles four times as fast so

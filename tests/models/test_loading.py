@@ -327,7 +327,7 @@ IMPATIENT = """
 import sys
 sys.path[0] = sys.argv[1]
 from models import templates
-templates.SECONDS = 0.3
+templates.SECONDS = 0.15
 templates.serve()
 """
 
