@@ -23,7 +23,7 @@ from models.pages import NOWHERE, Paging, page_bytes, triton
 from utils.devices.sharding import single_device
 from utils.settings.errors import UserError
 
-LIMIT, LONGEST_PROMPT, G = 50, 40, 4
+LIMIT, LONGEST_PROMPT, G = 30, 40, 4
 LAYOUT = single_device()
 SIZES = {
     "vocab_size": 160,
@@ -48,7 +48,7 @@ KINDS = {
 }
 PAGING = {
     "as many as needed": Paging(8),
-    "few": Paging(4, num_pages=30, num_slots=8, adapts=False),
+    "few": Paging(4, num_pages=20, num_slots=8, adapts=False),
 }
 KEY = jax.random.key(3)
 rng = np.random.default_rng(0)
@@ -221,7 +221,7 @@ def test_tokens_by_the_kernel_are_those_of_rows_in_step(kind, monkeypatch):
     # What is computed at once is less than a row.
     monkeypatch.setitem(models.pages.KERNELS, "triton", partial(triton, interpret=True))
     monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
-    paged = replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], num_pages=24))
+    paged = replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], num_pages=20))
     on_pages = paged.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
     np.testing.assert_array_equal(on_pages.tokens, in_step.tokens)
     np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
