@@ -78,8 +78,10 @@ def attend_at_once(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, *_: object
     return attention.masked_attention(q, k, v, mask, view.scale)
 
 
-def sum_of_states(*arguments: Decoder | Distribution | PyTree | HeadInputs) -> TokenScores:
-    total = arguments[-1].hidden.sum(-1)
+def sum_of_states(
+    _: Decoder, distribution: Distribution, weights: PyTree, rows: HeadInputs, num_scored: Array | None
+) -> TokenScores:
+    total = rows.hidden.sum(-1)
     return TokenScores(total, total)
 
 

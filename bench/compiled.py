@@ -251,6 +251,9 @@ class OneSegment(Sampler):
     def segments(self) -> list[int]:
         return [self.max_new_tokens]
 
+    def cache_columns(self, num_tokens: int) -> int:
+        return self.max_new_tokens
+
 
 def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:
     """Returns accelerators of hosts or slices as a mesh of these sizes, for example fsdp=4, tp=2.

@@ -46,9 +46,9 @@ FEW = replace(MODEL, num_hidden_layers=2)  # where layers are alike
 
 def assert_in_place(program: compiled.Program, model: Decoder, layout) -> None:
     """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
-    caches = program.arguments[5]
-    assert jax.tree.leaves(caches)[0].shape[2] == S
-    elements = compiled.cache_elements(model, layout, B, S)
+    keys = jax.tree.leaves(program.arguments[5])[0]
+    assert keys.shape[2] == S
+    elements = compiled.cache_elements(model, layout, len(keys), S)
     assert not hlo.large_moves(program.hlo, elements)
     assert hlo.loop_bodies(program.hlo)
     cache = 2 * model.num_hidden_layers * elements * jnp.dtype(model.dtype).itemsize

@@ -398,5 +398,4 @@ def test_second_start_on_a_mesh_finds_its_programs_cached(tmp_path):
         run = start(arguments(**flags, save_dir=tmp_path / str(number)), cache)
         assert not run.wait(), run.stdout.read()
         programs = read_jsonl(tmp_path / str(number) / "programs.jsonl")
-        assert {row["num_steps"] for row in programs} == {0}
         assert {row["from_cache"] for row in programs} == {bool(number)}
