@@ -136,7 +136,7 @@ def test_what_requirements_do_not_bring_is_hidden(home):
     found = {"jax", "pyarrow", "wandb", "math-verify", "sympy", "antlr4-python3-runtime", "huggingface-hub"}
     assert found < brought
     assert not {"pytest", "reasoning-gym", "datasets", "chex", "torch"} & brought
-    code = "import pyarrow, wandb, importlib.util as u; print([u.find_spec(x) for x in ('pytest', 'ruff', 'mlflow')])"
+    code = "import pyarrow, wandb, importlib.util as u; print([u.find_spec(x) for x in ('pytest', 'ruff', 'chex')])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=home,

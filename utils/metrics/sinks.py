@@ -1,7 +1,7 @@
-"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard, MLflow. Their errors and delays never stop a run.
+"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard. Their errors and delays never stop a run.
 
 A sink is a class with `log(step, metrics)` and `close()`, and a line in `open_sinks`. Metrics have the same names
-everywhere (but that TensorBoard and MLflow know no "@": there pass@2 is pass_at_2).
+everywhere; only TensorBoard has no "@" in names, so pass@2 is pass_at_2 there.
 """
 
 import math
@@ -11,7 +11,6 @@ import secrets
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -117,8 +116,6 @@ def open_sinks(
             sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
     if config.tensorboard:
         sinks.append(GuardedSink("TensorBoard", lambda: TensorBoard(directory, resume_step)))
-    if config.mlflow:
-        sinks.append(GuardedSink("MLflow", lambda: Mlflow(config, directory, settings)))
     return sinks
 
 
@@ -199,44 +196,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
-
-
-class Mlflow:
-    """A run in an MLflow store, continued after a restart."""
-
-    def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, JSON]):
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        self.client = MlflowClient(config.mlflow)
-        self.metric = Metric
-        project = config.wandb_project or "lmpo"
-        run_name = config.wandb_name or directory.name
-        experiment = self.client.get_experiment_by_name(project)
-        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(project)
-
-        def create_run() -> str:
-            return self.client.create_run(experiment_id, run_name=run_name).info.run_id
-
-        file = directory / "mlflow_run_id"
-        is_new = not file.exists()
-        self.id = read_or_create(file, create_run)
-        if is_new:
-            params = [Param(key, str(value)[:500]) for key, value in settings.items()]
-            for start in range(0, len(params), 100):  # the most that one call takes
-                self.client.log_batch(self.id, params=params[start : start + 100])
-
-    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        milliseconds = int(1000 * time.time())
-        values = finite_numbers(metrics)
-        batch = [self.metric(name, value, milliseconds, step) for name, value in values.items()]
-        self.client.log_batch(self.id, batch)
-
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
-        """Records nothing: a store without a server would put files into the current folder."""
-
-    def close(self) -> None:
-        self.client.set_terminated(self.id)
 
 
 def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from utils.runs.checkpoints import write_errors
 from utils.settings.errors import UserError
 
 # Needed to resume on another machine.
-NEEDED = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "wandb_id", "mlflow_run_id")
+NEEDED = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "wandb_id")
 
 
 class Bucket:

@@ -91,21 +91,13 @@ class SinkConfig:
         "login`, or if WANDB_API_KEY is set; WANDB_MODE=disabled turns logging off",
         resumable=True,
     )
-    wandb_name: str = option(
-        "", "Name of the run at Weights & Biases and MLflow; empty: the name of its folder", resumable=True
-    )
+    wandb_name: str = option("", "Name of the run at Weights & Biases; empty: the name of its folder", resumable=True)
     wandb_group: str = option("", "Group of the run at Weights & Biases; empty: WANDB_RUN_GROUP", resumable=True)
     tensorboard: bool = option(False, "Write TensorBoard event files to <save_dir>/tensorboard", resumable=True)
-    mlflow: str = option(
-        "",
-        "Address of the MLflow store that logs the run, as in sqlite:///mlflow.db or http://host:5000; empty: none",
-        resumable=True,
-    )
 
     def __post_init__(self):
-        for flag, package in {"tensorboard": "tensorboardX", "mlflow": "mlflow"}.items():
-            if getattr(self, flag):
-                check_installed(package, f"--{flag}", package)
+        if self.tensorboard:
+            check_installed("tensorboardX", "--tensorboard", "tensorboardX")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def test_the_command_trains_the_same_whatever_is_in_it(prefix):
         "lr": 3e-7,
         "wandb_name": "private",
     }
-    card = card_of(**style, mlflow="http://me:secret@host")
+    card = card_of(**style, wandb_project="http://me:secret@host")
     text = card.render(Progress(3, num_rollouts=24), {})
     assert "secret" not in text
     assert "private" not in text
@@ -71,7 +71,7 @@ def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     ]
     program, script, *argv = shlex.split(blocks(text)["sh"])
     assert (program, script) == ("python", "core/grpo.py")
-    assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "mlflow": ""}
+    assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "wandb_project": ""}
     facts = yaml.safe_load(blocks(text)["yaml"])
     assert (facts["steps"], facts["completions"], facts["sampling"]["temperature"]) == (3, 24, 1.0)
     assert (facts["env"]["options"]["numbers"], facts["env"]["thinking"]) == (3, True)
