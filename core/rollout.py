@@ -1,6 +1,6 @@
 """Rolls out a policy in an environment: prompts, completions, rewards; replies are scored while others are drawn.
 
-Evaluations do the same with held-out problems: mean@n, pass@k, maj@k with 95% intervals.
+Evaluations do the same with held-out problems: mean@n, pass@k, maj@n with 95% intervals.
 
 N tasks, G samples of each, B = N G rows, A completion columns.
 """

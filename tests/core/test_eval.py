@@ -30,9 +30,8 @@ from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT, read_jsonl
 from tests.oracles.enumeration import vote
 from utils.evaluation.estimates import (
-    MAX_VOTERS,
     best_of_k,
-    majority_at_k,
+    majority,
     mean_and_ci,
     paired_bootstrap,
     pass_at_k,
@@ -105,39 +104,36 @@ def test_pass_at_k_is_a_hypergeometric_chance():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_majority_at_k_is_the_mean_over_all_subsets(seed):
+def test_majority_is_an_election_of_all_samples(seed):
     rng = np.random.default_rng(seed)
     answers = [None if i == 0 else "abcdefgh"[i] for i in rng.integers(0, 2 + seed % 6, 8).tolist()]
     right = {"b", "d"} if seed % 3 else {"c"}  # two answers may be right, as in Countdown: they are one vote
     correct = np.array([answer in right for answer in answers])
-    found = majority_at_k(answers, correct, tuple(range(1, 9)))
-    for k in range(1, 9):
-        merged = ["right" if answer in right else answer for answer in answers]
-        elections = combinations(zip(merged, correct.tolist(), strict=True), k)
-        assert found[k - 1] == pytest.approx(np.mean([vote(*zip(*some, strict=True)) for some in elections])), k
+    merged = ["right" if answer in right else answer for answer in answers]
+    for some in combinations(range(8), 5):
+        found = majority([answers[i] for i in some], correct[list(some)])
+        assert found == pytest.approx(vote([merged[i] for i in some], correct[list(some)].tolist())), some
 
 
-def test_majority_at_k_by_hand():
-    def majority(text: str, correct: list[int], k: int) -> float:
-        return float(majority_at_k([None if a == "-" else a for a in text], np.array(correct) > 0, (k,))[0])
+def test_majority_by_hand():
+    def share(text: str, correct: list[int]) -> float:
+        return majority([None if a == "-" else a for a in text], np.array(correct) > 0)
 
-    assert majority("aab", [1, 1, 0], 3) == 1
-    assert majority("aab", [0, 0, 1], 3) == 0
-    assert majority("ab", [1, 0], 2) == 0.5, "a tie is decided by lot"
-    assert majority("a---", [1, 0, 0, 0], 4) == 1, "who has no answer does not vote"
-    assert majority("----", [0, 0, 0, 0], 4) == 0
-    assert majority("aabb", [1, 0, 0, 0], 4) == 0.25, "equal answers, graded differently"
-    assert majority("abbc", [1, 0, 0, 1], 4) == 0.5, "answers that are graded right are one, whatever their spelling"
-    assert majority_at_k(["1  1/2\n", " 1 1/2", "11/2"], np.array([True, True, False]), (3,)) == 1
-    many = majority_at_k(["a"] * 40 + ["b"] * 24, np.arange(64) < 40, (1, 63, 64))  # C(64, 32) is beyond int64
-    np.testing.assert_allclose(many, [40 / 64, 1, 1])
+    assert share("aab", [1, 1, 0]) == 1
+    assert share("aab", [0, 0, 1]) == 0
+    assert share("ab", [1, 0]) == 0.5, "a tie is decided by lot"
+    assert share("a---", [1, 0, 0, 0]) == 1, "who has no answer does not vote"
+    assert share("----", [0, 0, 0, 0]) == 0
+    assert share("aabb", [1, 0, 0, 0]) == 0.25, "equal answers, graded differently"
+    assert share("abbc", [1, 0, 0, 1]) == 0.5, "answers that are graded right are one, whatever their spelling"
+    assert majority(["1  1/2\n", " 1 1/2", "11/2"], np.array([True, True, False])) == 1
 
 
 def test_task_estimates_are_named_by_k():
     scores = {name: np.float32([[0, 1, 0, 0, 1, 0]] * 2) for name in ("return", "correct_answer")}
     found = task_estimates(scores, list("abcdbe") * 2)
-    kinds = ("pass@", "best_of_", "maj@")
-    assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in range(2, 7))}
+    kinds = ("pass@", "best_of_")
+    assert set(found) == {"return", "correct_answer", "maj@6", *(f"{kind}{k}" for kind in kinds for k in range(2, 7))}
     assert all(x.shape == (2,) for x in found.values())
     assert found["maj@6"].tolist() == [1, 1]
     assert not any("maj" in name for name in task_estimates(scores, [None] * 12)), "an environment without answers"
@@ -146,8 +142,6 @@ def test_task_estimates_are_named_by_k():
     many = {name: np.zeros((1, 40), np.float32) for name in scores}
     ks = [int(name[5:]) for name in task_estimates(many, [None] * 40) if name.startswith("pass@")]
     assert ks == [2, 3, 4, 5, 6, 7, 8, 16, 32, 40]
-    wide = {name: np.zeros((1, MAX_VOTERS + 1), np.float32) for name in scores}
-    assert "maj@2" not in task_estimates(wide, ["a"] * (MAX_VOTERS + 1))
 
 
 def test_paired_bootstrap_against_all_resamples():
@@ -266,7 +260,7 @@ def test_votes_for_one_answer_have_one_spelling():
     assert len(votes) == 7
     assert env.vote("25") is None
     votes = [env.vote(rf"\boxed{{{answer}}}") for answer in ("3", "0.5", "x/2", "3.0", r"\frac{x}{2}")]
-    found = majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,))
+    found = majority(votes, np.array([0, 0, 1, 0, 1]) > 0)
     assert found == 0.5, "3 has two votes, the right answer too"
 
 
