@@ -47,11 +47,10 @@ from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
-from utils.settings.config import make_config, parse, to_dict
+from utils.settings.config import make_config, options_of, parse, to_dict
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import SinkConfig
 from utils.settings.options import group, option
-from utils.settings.removed import REMOVED, check_removed
 from utils.threefry import make_key
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
@@ -127,8 +126,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     if not file.stem.removeprefix("step_").isdecimal():
         raise UserError(f"--rollouts {path} is no file of a step: name RUN/rollouts/step_N.npz")
     options, _ = read_settings(run / "config.json")
-    for name in options.keys() & REMOVED.keys():
-        check_removed(name, options.pop(name), name, is_forced=False)
+    options = {name: value for name, value in options.items() if name in options_of(Config)}  # some may be gone
     try:
         config = make_config(Config, **options | vars(SinkConfig()))  # it logs nowhere
     except (TypeError, ValueError) as error:

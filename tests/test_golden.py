@@ -35,11 +35,8 @@ SMALL = {
     "save_interval": 1,
     "test_interval": 2,
     "num_eval_tasks": 4,
-    "test_greedy": 0,
     "save_rollouts": "all",
-    "device_type": "cpu",
     "num_score_workers": 1,
-    "sample_interval": 0,
 }
 TOKENS = {"tokens_per_microbatch": 1024}
 DEMO = (
@@ -115,8 +112,6 @@ def play(case: str, folder: Path, root: Path = ROOT) -> dict[str, dict]:
     """Runs a case by the code in `root`; returns tokens, metrics and the state's checksum of each of its runs."""
     flags = CASES[case] | {"save_dir": folder}
     presets = flags.pop("config", "")
-    removed = (root / "utils/settings/removed.py").read_text() if (root / "utils/settings/removed.py").exists() else ""
-    flags = {name: value for name, value in flags.items() if f'"{name}": Removed' not in removed}
     command = "extras/population.py" if "population" in flags else "core/grpo.py"
     configs = [word for preset in presets.split(",") if preset for word in ("--config", preset)]
     stops = [1, flags["max_steps"]] if case in RESUMED else [flags["max_steps"]]

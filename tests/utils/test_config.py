@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from core import eval, grpo, sampling, sft
+from core import eval, grpo, sampling
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from extras.chat_web import PageCommand
@@ -21,8 +21,7 @@ from utils.settings.config import make_config, options_of, parse, to_dict, with_
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.options import group, option
-from utils.settings.presets import ROOT, demo_of_tiny, list_presets, read_preset
-from utils.settings.removed import REMOVED, Removed
+from utils.settings.presets import ROOT, demo_of_tiny, read_preset
 
 
 @dataclass(frozen=True)
@@ -274,31 +273,6 @@ def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     assert words in mistake(line, capsys, settings)
 
 
-@pytest.mark.parametrize(
-    ("line", "outcome"),
-    [
-        ("--gone 1", "error: there is no option --gone any more: write a loss."),
-        ("--nogone", "error: there is no option --nogone any more: write a loss."),
-        ("--config FILE", "error: gone=2 in FILE: there is no option gone any more: write a loss (--resume force"),
-        ("--config FILE --resume force", "note: gone=2 in FILE: there is no option gone any more: write a loss\n"),
-        ("--config QUIET", "note: quiet=2 in QUIET: there is no option quiet any more: it is chosen\n"),
-        ("--config DEFAULT", ""),
-    ],
-)
-def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_path, capsys, monkeypatch):
-    # The table of removed options may be empty.
-    monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=True))
-    monkeypatch.setitem(REMOVED, "quiet", Removed(1, "it is chosen"))
-    for name, text in {"FILE": "gone: 2", "QUIET": "quiet: 2", "DEFAULT": "gone: 1\nquiet: 1"}.items():
-        (tmp_path / name).write_text(text)
-        line, outcome = (x.replace(name, str(tmp_path / name)) for x in (line, outcome))
-    if outcome.startswith("error"):
-        assert mistake(line, capsys, grpo.Config).startswith(outcome)
-    else:
-        read(line, grpo.Config)
-        assert capsys.readouterr().out == outcome
-
-
 def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
     # The preset sets the variable for the whole process: it is put back.
@@ -325,18 +299,6 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     read(line, grpo.Config), startup.join_devices()
     startup.join_processes.cache_clear()
     assert len(joined) == 1
-
-
-def test_no_file_names_a_removed_option(monkeypatch):
-    # Presets for one chip ask which it is.
-    monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
-    for command in (grpo.Config, eval.EvalCommand, sampling.SamplingCommand, sft.SFTConfig):
-        assert not REMOVED.keys() & (options_of(command).keys() | LMPO.keys())
-    for path in list_presets():
-        assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path
-    patterns = "README.md", "docs/**/*.md", "runs/*.sh", "bench/*.sh"
-    for path in [path for pattern in patterns for path in ROOT.glob(pattern)]:
-        assert not set(re.findall(r"--(\w+)", path.read_text())) & REMOVED.keys(), path
 
 
 @pytest.mark.parametrize("command", [grpo.Config, eval.EvalCommand, sampling.SamplingCommand])

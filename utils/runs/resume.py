@@ -6,7 +6,6 @@ from pathlib import Path
 from utils.metrics.jsonl import JSON, read_json
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
-from utils.settings.removed import REMOVED, check_removed
 
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
@@ -18,14 +17,11 @@ def check_settings(
 
     `resumable` names may differ: where and how fast a run runs, and what it writes; all others are its meaning.
 
-    Raises: UserError naming the settings that give the run another meaning, or one that changed results and went,
-    unless `resume` is "force".
+    Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
     """
     if resume == "never":
         raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
     before = read_before(file, "settings")
-    for name in before.keys() & REMOVED.keys():
-        check_removed(name, before[name], f"{name}={before[name]!r} in {file}", is_forced=resume == "force")
     may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
     changes = {
         name: [before[name], value]

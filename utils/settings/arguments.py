@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 from utils.settings.errors import UserError, most_similar
 from utils.settings.presets import read_preset
-from utils.settings.removed import REMOVED
 
 Value: TypeAlias = bool | int | float | str
 BOOLEANS = ("0", "1", "true", "false")
@@ -113,12 +112,9 @@ def next_value(name: str, value_type: type, words: deque[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a sentence about an unknown name: what replaces it, its name here, or the most similar one."""
+    """Returns the end of a sentence about an unknown name: its name here, or the most similar one."""
     names = list(names)
     lower = str(name).lower()
-    gone = REMOVED.get(lower) or REMOVED.get(lower.removeprefix("no"))
-    if gone:
-        return f" any more: {gone.replacement}."
     beginnings = [known for known in names if known.startswith(f"{lower}_")]
     known = [TRL_NAMES.get(lower, lower), *beginnings, most_similar(lower, names)]
     close = next((name for name in known if name in names), "")

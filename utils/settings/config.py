@@ -27,7 +27,6 @@ from utils.settings.checks import check_number, check_password
 from utils.settings.errors import SET_BY, UserError, fail, most_similar
 from utils.settings.lmpo import Spelling, rewrite
 from utils.settings.presets import list_presets
-from utils.settings.removed import REMOVED, check_removed
 
 T = TypeVar("T")
 PARSERS = {
@@ -206,23 +205,16 @@ def parse(
 def convert(
     assignments: Iterable[Assignment], known: Mapping[str, OptionField], spellings: Mapping[str, Spelling]
 ) -> dict[str, Value]:
-    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours.
-
-    Those that went, in presets, are dropped with a note. Raises: UserError if a value changed results.
-    """
-    options, foreign, removed = {}, [], []
+    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours."""
+    options, foreign = {}, []
     for assignment in assignments:
         name = assignment.name
         if name in spellings:
             foreign.append(assignment)
         elif name in known:
             options[name] = known[name].read(assignment)
-        elif name in REMOVED:
-            removed.append(assignment)
         else:
             raise UserError(f"{assignment.source}: there is no option {name}{nearest(name, known)}")
-    for assignment in removed:
-        check_removed(*assignment[:3], is_forced=options.get("resume") == "force")
     defaults = {name: option.default for name, option in known.items()}
     return options | rewrite(foreign, spellings, options, defaults)
 

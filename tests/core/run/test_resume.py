@@ -54,9 +54,8 @@ from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
 from utils.runs.origin import read_settings
 from utils.runs.segments import add_segment, last_break
-from utils.settings.config import make_config, to_dict
+from utils.settings.config import make_config
 from utils.settings.errors import UserError
-from utils.settings.removed import REMOVED, Removed
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
@@ -520,29 +519,6 @@ def test_segments_that_no_run_writes_are_named(segments, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"run": {"segments": segments}}))
     with pytest.raises(UserError, match="config.json: run.segments is"):
         read_settings(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize(
-    ("value", "outcome"),
-    [
-        (1, ""),
-        (2, "note: {}"),
-        ("x", "refused: {}"),
-    ],
-)
-def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
-    # The table of removed options may be empty.
-    monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
-    with started(small_run(tmp_path)) as run:
-        save(run, 1)
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(make_config(Config)) | {"gone": value}))
-    sentence = f"gone={value!r} in {tmp_path}/config.json: there is no option gone any more: write a loss"
-    capsys.readouterr()
-    if value == "x":
-        with pytest.raises(UserError, match=re.escape(f"{sentence} (--resume force goes on without it)")):
-            small_run(tmp_path)
-    small_run(tmp_path, resume="force" if value == "x" else "auto").release()
-    assert capsys.readouterr().out.strip() == outcome.replace("refused", "note").format(sentence)
 
 
 # Data
