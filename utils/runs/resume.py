@@ -7,6 +7,7 @@ from utils.metrics.jsonl import JSON, read_json
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 
+ORIGIN = "run"  # in config.json beside the settings
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
 
@@ -32,6 +33,8 @@ def check_settings(
     if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
+    gone = before.keys() - settings.keys() - {ORIGIN}
+    lines += [f"{name} was {before[name]!r} and is no option of this version" for name in sorted(gone)]
     refuse_changes(file.parent, "settings", lines, resume, advice)
     return changes
 

@@ -469,6 +469,17 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
+def test_run_with_an_option_that_is_gone_resumes_only_by_force(tmp_path, capsys):
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"gone": 2}))
+    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
+        small_run(tmp_path)
+    small_run(tmp_path, resume="force").release()
+    assert "gone was 2" in capsys.readouterr().out
+
+
 def run_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["run"]
 
