@@ -1,4 +1,4 @@
-"""GRPO on one page: a naive sampler, one device, no options but the constants below. To print and to teach from.
+"""GRPO on one page: sampler, advantages, loss and update on one device. Only the model and the problems are imported.
 
     python core/minimal.py    # models/tiny learns eight problems of Countdown on two CPU cores in a few minutes
 
@@ -9,7 +9,6 @@ Letters: N prompts, G completions of each (a group), B = N G rows, T columns, V 
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +22,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from core.advantages import ObjectiveConfig, compute_advantages
-from core.objectives import policy_loss, set_loss_denominators
-from core.records import Batch
 from envs import make_env
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.decoder import Params, forward, head, logits
-from models.distribution import TokenScores
 from utils.settings.errors import user_errors
 
 SEED = 0
@@ -39,26 +34,13 @@ NUM_PROMPTS = 8
 GROUP_SIZE = 8
 MAX_PROMPT_TOKENS = 24
 MAX_NEW_TOKENS = 48
+CLIP_EPSILON = 0.2
 OPTIMIZER = optax.adam(1e-3)
-OBJECTIVE = ObjectiveConfig(
-    advantage="group_zscore",  # (reward - mean) / std of the group
-    objective="ppo",
-    clip_epsilon=0.2,
-    entropy_coef=0.0,
-)
-TASKS = {
-    "numbers": 3,
-    "min_number": 1,
-    "max_number": 15,
-    "expression": "tree",
-    "max_value": 30,
-    "max_target": 30,
-    "prompt": "bare",
-}
+NUMBERS = {"numbers": 3, "min_number": 1, "max_number": 15}
+TASKS = NUMBERS | {"expression": "tree", "max_value": 30, "max_target": 30, "prompt": "bare"}
 
 Tokens = Int[Array, "B T"]
 Lengths = Int[Array, "B"]
-Metrics = dict[str, Float[Array, ""]]
 
 
 def pad_prompts(prompts: list[list[int]]) -> tuple[Tokens, Lengths]:
@@ -75,29 +57,23 @@ def pad_prompts(prompts: list[list[int]]) -> tuple[Tokens, Lengths]:
 def next_logits(model: Decoder, params: Params, tokens: Tokens, lengths: Lengths) -> Float[Array, "B V"]:
     """Returns the logits [B, V] of the token behind each row, by a full forward pass: there is no KV cache."""
     hidden = forward(model, params, tokens)
-    rows = jnp.arange(len(tokens))
-    return head(model, params, hidden[rows, lengths - 1])
+    return head(model, params, hidden[jnp.arange(len(tokens)), lengths - 1])
 
 
 def sample(
-    model: Decoder,
-    params: Params,
-    prompts: Tokens,
-    prompt_lengths: Lengths,
-    stop_ids: tuple[int, ...],
-    key: Array,
+    model: Decoder, params: Params, prompts: Tokens, prompt_lengths: Lengths, stop_ids: tuple[int, ...], key: Array
 ) -> tuple[Tokens, Lengths]:
-    """Returns prompts with completions [B, T], drawn at temperature 1, and their lengths [B], stop token included."""
+    """Returns prompts with completions [B, T], sampled at temperature 1, and their lengths [B], stop token included."""
     tokens = prompts.copy()
     lengths = prompt_lengths.copy()
     is_live = np.ones(len(tokens), bool)
     for step_key in jax.random.split(key, MAX_NEW_TOKENS):
         step_logits = next_logits(model, params, tokens, lengths)
-        drawn = np.asarray(jax.random.categorical(step_key, step_logits))
+        sampled = np.asarray(jax.random.categorical(step_key, step_logits))
         live_rows = np.flatnonzero(is_live)
-        tokens[live_rows, lengths[live_rows]] = drawn[live_rows]
+        tokens[live_rows, lengths[live_rows]] = sampled[live_rows]
         lengths[live_rows] += 1
-        is_live &= ~np.isin(drawn, stop_ids)
+        is_live &= ~np.isin(sampled, stop_ids)
         if not is_live.any():
             break
     return tokens, lengths
@@ -106,65 +82,48 @@ def sample(
 def completion_mask(tokens: Tokens, prompt_lengths: Lengths, lengths: Lengths) -> Bool[Array, "B T"]:
     """True for the tokens that the policy chose [B, T]."""
     columns = np.arange(tokens.shape[1])
-    is_after_prompt = columns >= prompt_lengths[:, None]
-    return is_after_prompt & (columns < lengths[:, None])
+    return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
 
-def make_batch(
-    tokens: Tokens,
-    prompt_lengths: Lengths,
-    lengths: Lengths,
-    rewards: Float[Array, "B"],
-) -> Batch:
-    """Returns what the loss reads: tokens, mask and advantages, all [B, T]; groups of equal rewards are masked."""
-    mask = completion_mask(tokens, prompt_lengths, lengths)
-    sample_logprobs = np.zeros(mask.shape, np.float32)  # the sampler's; this loss does not read them
-    batch = Batch(
-        tokens,
-        mask,
-        sample_logprobs,
-        rewards,
-        lengths,
-        prompt_lengths,
-        row=np.arange(len(tokens)),
-        group_size=GROUP_SIZE,
-    )
-    kept = compute_advantages(batch, OBJECTIVE)
-    # Masks the rows that are dropped: with all rows in each batch, only one program is compiled.
-    batch = replace(batch, mask=np.zeros_like(mask), advantages=np.zeros(mask.shape, np.float32))
-    batch.mask[kept.row] = kept.mask
-    batch.advantages[kept.row] = kept.advantages
-    return set_loss_denominators(batch, len(tokens), MAX_NEW_TOKENS, OBJECTIVE)
+def group_advantages(rewards: Float[np.ndarray, "B"]) -> tuple[Float[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
+    """Returns (reward - mean) / std within each group, and whether the rewards of the row's group differ."""
+    groups = rewards.reshape(-1, GROUP_SIZE)
+    centered = groups - groups.mean(axis=1, keepdims=True)
+    has_signal = np.ptp(groups, axis=1) > 0
+    deviation = np.sqrt((centered**2).mean(axis=1))
+    advantages = centered / np.where(has_signal, deviation, 1)[:, None]
+    return advantages.ravel(), np.repeat(has_signal, GROUP_SIZE)
 
 
-def token_scores(model: Decoder, params: Params, tokens: Tokens) -> TokenScores:
-    """Returns the log-probability of each token given those left of it, and the entropy there, both [B, T]."""
+def token_logprobs(model: Decoder, params: Params, tokens: Tokens) -> tuple[Float[Array, "B T-1"], ...]:
+    """Returns log-probabilities of the tokens from column 1 on, given those left of them, and the entropies there."""
     all_logprobs = jax.nn.log_softmax(logits(model, params, tokens))
     all_logprobs = all_logprobs[:, :-1]  # logits of column t are of the token in column t + 1
     logprobs = jnp.take_along_axis(all_logprobs, tokens[:, 1:, None], axis=2)
     entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=2)
-    first_column = ((0, 0), (1, 0))
-    return TokenScores(jnp.pad(logprobs[:, :, 0], first_column), jnp.pad(entropy, first_column))
+    return logprobs[:, :, 0], entropy
 
 
 @partial(jax.jit, static_argnames="model")
-def policy_gradient(model: Decoder, params: Params, batch: Batch) -> tuple[Params, Metrics]:
-    """Returns the gradient of the clipped loss, and the metrics of the loss."""
+def policy_gradient(
+    model: Decoder, params: Params, tokens: Tokens, mask: Bool[Array, "B T"], advantages: Float[Array, "B"]
+) -> tuple[Params, Float[Array, ""]]:
+    """Returns the gradient of PPO's clipped loss, a mean over the tokens of `mask`, and their mean entropy."""
 
-    def loss(params: Params) -> tuple[Float[Array, ""], Metrics]:
-        scores = token_scores(model, params, batch.tokens)
-        # Old log-probabilities are left out: at the first update after sampling they equal the new ones, ratio = 1.
-        return policy_loss(scores, batch, OBJECTIVE.loss)
+    def loss(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        logprobs, entropy = token_logprobs(model, params, tokens)
+        old_logprobs = jax.lax.stop_gradient(logprobs)  # one update a step: the policy is the one that sampled
+        ratio = jnp.exp(logprobs - old_logprobs)
+        A = advantages[:, None]
+        losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, 1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * A)
+        scored = mask[:, 1:]
+        return losses.mean(where=scored), entropy.mean(where=scored)
 
     return jax.grad(loss, has_aux=True)(params)
 
 
 @jax.jit
-def apply_gradient(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-) -> tuple[Params, optax.OptState]:
+def apply_gradient(params: Params, opt_state: optax.OptState, grads: Params) -> tuple[Params, optax.OptState]:
     """Returns parameters and optimizer state after one step of Adam."""
     updates, opt_state = OPTIMIZER.update(grads, opt_state)
     return optax.apply_updates(params, updates), opt_state
@@ -184,21 +143,22 @@ def main():
         step_key = jax.random.fold_in(key, step)
         tokens, lengths = sample(model, params, prompts, prompt_lengths, tokenizer.stop_ids, step_key)
 
-        # Score them.
+        # A reward for each completion.
         rewards = np.zeros(len(problems), np.float32)
         for row, problem in enumerate(problems):
             completion = tokens[row, prompt_lengths[row] : lengths[row]]
-            scores = env.score(problem, problem.prefix + tokenizer.decode(completion))
-            rewards[row] = scores["return"]
+            rewards[row] = env.score(problem, problem.prefix + tokenizer.decode(completion))["return"]
 
-        # Advantages within each group, then one gradient step.
-        batch = make_batch(tokens, prompt_lengths, lengths, rewards)
-        grads, metrics = policy_gradient(model, params, batch)
+        # Advantages within each group, then one gradient step. Groups of equal rewards teach nothing.
+        advantages, has_signal = group_advantages(rewards)
+        summary = f"step {step + 1:2}  reward {rewards.mean():.3f}  tokens {np.mean(lengths - prompt_lengths):.1f}"
+        if not has_signal.any():
+            print(f"{summary}  no update: the rewards of each group are equal")
+            continue
+        mask = completion_mask(tokens, prompt_lengths, lengths) & has_signal[:, None]
+        grads, entropy = policy_gradient(model, params, tokens, mask, advantages)
         params, opt_state = apply_gradient(params, opt_state, grads)
-
-        num_tokens = np.mean(lengths - prompt_lengths)
-        entropy = metrics["entropy"].item()
-        print(f"step {step + 1:2}  reward {rewards.mean():.3f}  tokens {num_tokens:.1f}  entropy {entropy:.3f}")
+        print(f"{summary}  entropy {entropy:.3f}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ LAW = {
     "core.config": ("core.advantages", "core.objectives", "core.sampler", "core.terms", "envs", *BELOW),
     "core.run": ("core.run", "core.rollout", "core.records", "envs", *BELOW),
     "core.chat": ("core.chat", "core.chains", "core.sampler", "envs", *BELOW),
-    "core.minimal": ("core.advantages", "core.objectives", "core.records", "envs", *BELOW),
+    "core.minimal": ("envs", *BELOW),
     "core.extensions": (
         *("core.extensions", "core.chains", "core.terms", "core.blocks", "core.records", "core.objectives"),
         *("core.advantages", "core.learner", "core.sampler", "core.rollout", "core.config", "envs", *BELOW),

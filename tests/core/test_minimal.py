@@ -1,7 +1,6 @@
 """core/minimal.py against the real thing: its sampler's greedy tokens and the gradient of one of its steps."""
 
 import runpy
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from core.config import Config
 from core.learner import Learner, Update
 from core.records import Batch
 from core.sampler import Sampler
+from envs.countdown import Countdown
 from models.distribution import Distribution
 from models.names import Params
 from models.state import init_state
@@ -102,23 +102,22 @@ def learner_gradient(config: Config, batch: Batch) -> tuple[Params, Update]:
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), after.params), update
 
 
-def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
+def test_a_step_has_the_gradient_of_the_learner():
     """On the same rollouts, in micro-batches; one group has no signal and leaves the batch."""
-    objective = replace(minimal.OBJECTIVE, entropy_coef=0.02)
-    # The page has constants instead of options.
-    monkeypatch.setattr(minimal, "OBJECTIVE", objective)
     prompts = repeat(random_prompts())
     tokens, prompt_lengths, lengths = sample(prompts)
     rewards = np.random.default_rng(1).choice([0.0, 0.1, 1.0], len(prompts)).astype(np.float32)
     rewards[:GROUP_SIZE] = 0.1
-    gradient, metrics = minimal.policy_gradient(
-        MODEL, random_params(), minimal.make_batch(tokens, prompt_lengths, lengths, rewards)
-    )
+    advantages, has_signal = minimal.group_advantages(rewards)
+    mask = minimal.completion_mask(tokens, prompt_lengths, lengths) & has_signal[:, None]
+    gradient, entropy = minimal.policy_gradient(MODEL, random_params(), tokens, mask, advantages)
 
     config = make_config(
         Config,
-        advantage=objective.advantage,
-        entropy_coef=objective.entropy_coef,
+        advantage="group_zscore",
+        objective="ppo",
+        clip_epsilon=minimal.CLIP_EPSILON,
+        entropy_coef=0.0,
         groups_per_batch=NUM_PROMPTS,
         group_size=GROUP_SIZE,
         ppo_minibatch=0,
@@ -131,7 +130,18 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
     assert size > 0.01
     num_operations = gradient_depth(MODEL, WIDTH, batch.mask.sum())
     assert_leaves_close(gradient, expected, num_operations, size)
-    assert_close(metrics["loss"], sum(np.asarray(part["loss"]) for part in update.parts), num_operations, 1)
+    assert_close(entropy, sum(np.asarray(part["entropy"]) for part in update.parts), num_operations, 1)
+
+
+def test_a_step_in_which_no_group_has_signal_updates_nothing(monkeypatch, capsys):
+    # Every reward is 0, two steps suffice.
+    monkeypatch.setattr(Countdown, "score", lambda *_: {"return": 0.0})
+    for name, value in {"NUM_STEPS": 2, "NUM_PROMPTS": 2, "MAX_PROMPT_TOKENS": 24}.items():
+        # The page has constants instead of options.
+        monkeypatch.setattr(minimal, name, value)
+    minimal.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.endswith("no update: the rewards of each group are equal") for line in lines)
 
 
 def test_a_page_without_options_has_a_help(monkeypatch, capsys):
