@@ -16,8 +16,8 @@ from core.records import Batch, differs, graded_mean, masked_whiten
 from core.terms.corrections import check_corrections
 from core.terms.critic import check_critic, gae, generalized_advantages
 from core.terms.reference import check_kl, kl_penalty
-from core.terms.shaping import ShapingConfig, shape_advantages
-from core.terms.turn_rewards import by_turn, compared_rewards
+from core.terms.shaping import ShapingConfig, normalize_advantages
+from core.terms.turn_rewards import BY_TURN, by_turn, turn_returns
 from utils.batching import select_rows
 from utils.settings.errors import refuse
 from utils.settings.options import option
@@ -167,6 +167,13 @@ def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> B
     return differs(compared) | (not compares)
 
 
+def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "K N G"]:
+    """Returns the rewards by which groups are compared: K = 1, or by turn as --advantage and the episodes have it."""
+    is_by_turn = config.advantage in BY_TURN and batch.token_rewards is not None
+    rewards = turn_returns(batch) if is_by_turn else np.float32(batch.rewards)[None]
+    return rewards.reshape(len(rewards), -1, batch.group_size)
+
+
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """Returns the batch with advantages (with a critic also its targets), without the rows that are dropped.
 
@@ -176,8 +183,9 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     if not len(batch):
         return batch
     # Grade.
-    penalty = kl_penalty(batch, config).sum(axis=1).reshape(-1, batch.group_size)
-    rewards = compared_rewards(batch, config.advantage) - penalty
+    rewards = compared_rewards(batch, config)
+    if config.has_kl_in_reward:
+        rewards = rewards - kl_penalty(batch, config).sum(axis=1).reshape(-1, batch.group_size)
     # Filter.
     signal = np.repeat(has_signal(rewards, config).any(axis=0), batch.group_size)
     keep = np.isfinite(batch.rewards) & (signal | (not config.do_group_filter))
@@ -190,7 +198,13 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     batch = replace(batch, mask=batch.mask & keep[:, None])
     # Shape.
     advantages = np.where(signal[:, None], advantages, 0)
-    advantages = shape_advantages(advantages, keep, batch, config)
+    if config.do_global_normalization:
+        advantages = normalize_advantages(advantages, keep, batch)
+    if config.do_clip_advantages:
+        advantages = np.maximum(advantages, 0)
+    if config.negative_advantage_multiplier != 1:
+        weight = np.float32(config.negative_advantage_multiplier)
+        advantages = np.where(advantages < 0, weight * advantages, advantages)
     advantages = np.where(batch.mask & signal[:, None], advantages, 0)
     returns = generalized_advantages(batch, config) + batch.values if config.has_critic else None
     batch = replace(batch, advantages=np.float32(advantages), returns=returns, token_rewards=None)

@@ -28,7 +28,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Bool, Int
 
-from core.advantages import compute_advantages, has_signal
+from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.notes import training_notes
@@ -40,7 +40,7 @@ from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from core.terms.lengths import with_length_reward
-from core.terms.turn_rewards import compared_rewards, token_rewards
+from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy
@@ -184,8 +184,8 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run: where a new epoch begins, a task may come twice in a step.
         episodes = worker.play(weights, tasks, group_size, key, positions)
-        # In training only: held-out returns are without it.
-        episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
+        if config.rewards.length_reward:  # in training only: held-out returns are without it
+            episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
         groups = np.flatnonzero(episodes.has_signal | (not config.objective.do_group_filter))[:missing]
@@ -212,7 +212,7 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
     """True for groups that can teach, by the rewards that --advantage compares."""
-    rewards = compared_rewards(rollout_batch(episodes, config), config.objective.advantage)
+    rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
     return has_signal(rewards, config.objective).any(axis=0)
 
 
@@ -236,7 +236,7 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         support=completions.support,
         routes=completions.routes,
         row=np.arange(len(episodes)),
-        token_rewards=token_rewards(episodes, rewards),
+        token_rewards=token_rewards(episodes, rewards) if episodes.turn_rewards else None,
         extras=episodes.extras,
         group_size=config.update.group_size,
     )

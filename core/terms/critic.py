@@ -55,7 +55,8 @@ def generalized_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarr
     if rewards is None:
         tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
         rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
-    rewards = rewards - kl_penalty(batch, config)
+    if config.has_kl_in_reward:
+        rewards = rewards - kl_penalty(batch, config)
     gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
     mask, values = batch.mask, batch.values
     advantages = np.zeros(mask.shape, np.float32)

@@ -87,7 +87,5 @@ def reference_kl(
 
 def kl_penalty(batch: Batch, config: ReferenceConfig) -> Float[np.ndarray, "B T"]:
     """Penalty subtracted from the reward of each token under --kl_in reward."""
-    if not config.has_kl_in_reward:
-        return np.zeros(batch.mask.shape, np.float32)
     x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
     return np.float32(config.kl_coef) * x

@@ -23,15 +23,10 @@ class ShapingConfig:
     negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: no change")
 
 
-def shape_advantages(
-    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ShapingConfig
+def normalize_advantages(
+    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch
 ) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalized over the batch, clipped and weighed as the settings say."""
-    if config.do_global_normalization:
-        is_per_token = advantages.shape[1] > 1
-        counted = batch.mask if is_per_token else keep[:, None]
-        advantages = masked_whiten(advantages, counted)
-    if config.do_clip_advantages:
-        advantages = np.maximum(advantages, 0)
-    weight = np.float32(config.negative_advantage_multiplier)
-    return np.where(advantages < 0, weight * advantages, advantages)
+    """Returns advantages normalized over the rows that are kept, or over their tokens if each has its own."""
+    is_per_token = advantages.shape[1] > 1
+    counted = batch.mask if is_per_token else keep[:, None]
+    return masked_whiten(advantages, counted)

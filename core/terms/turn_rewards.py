@@ -26,13 +26,6 @@ def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return of_turns
 
 
-def compared_rewards(batch: Batch, advantage: str) -> Float[np.ndarray, "K N G"]:
-    """Returns the rewards by which groups are compared: K = 1, or by turn as --advantage and the episodes have it."""
-    is_by_turn = advantage in BY_TURN and batch.token_rewards is not None
-    rewards = turn_returns(batch) if is_by_turn else np.float32(batch.rewards)[None]
-    return rewards.reshape(len(rewards), -1, batch.group_size)
-
-
 def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
     """Returns the number of each token's turn, from 0 on; tokens between turns have that of the last, the prompt -1."""
     before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
@@ -40,10 +33,8 @@ def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
     return np.cumsum(is_first, axis=1) - 1
 
 
-def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"] | None:
+def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"]:
     """Returns the rewards of turns, each with its last token; the last turn gets what else the episode earned."""
-    if not episodes.turn_rewards:
-        return None
     mask = episodes.completions.mask
     behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
     is_last = mask & ~behind
