@@ -184,7 +184,8 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run: where a new epoch begins, a task may come twice in a step.
         episodes = worker.play(weights, tasks, group_size, key, positions)
-        if config.rewards.length_reward:  # in training only: held-out returns are without it
+        # In training only: held-out returns are without it.
+        if config.rewards.length_reward:
             episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
