@@ -17,7 +17,7 @@ from core.config import Config
 from core.extensions.notes import describe_objective
 from envs import make_env, parse_options
 from tests.helpers import ROOT, slow
-from tests.kill_runs import reproducible
+from tests.kill_runs import arguments, reproducible
 from utils.devices import startup
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
@@ -41,10 +41,6 @@ FLAGS = {
     "do_group_filter": 0,
     "num_score_workers": 1,
 }
-
-
-def arguments(**flags) -> list[str]:
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def train(*argv: str) -> None:

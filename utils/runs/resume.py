@@ -6,8 +6,8 @@ from pathlib import Path
 from utils.metrics.jsonl import JSON, read_json
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
+from utils.settings.presets import split_origin
 
-ORIGIN = "run"  # in config.json beside the settings
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
 
@@ -22,7 +22,7 @@ def check_settings(
     """
     if resume == "never":
         raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
-    before = read_before(file, "settings")
+    before, _ = split_origin(read_before(file, "settings"))
     may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
     changes = {
         name: [before[name], value]
@@ -33,7 +33,7 @@ def check_settings(
     if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
-    gone = before.keys() - settings.keys() - {ORIGIN}
+    gone = before.keys() - settings.keys()
     lines += [f"{name} was {before[name]!r} and is no option of this version" for name in sorted(gone)]
     refuse_changes(file.parent, "settings", lines, resume, advice)
     return changes
