@@ -38,7 +38,7 @@ from models import attention, decoder
 from models.architecture import Decoder, is_spec
 from models.attention import KeyHeads, RowHeads, View
 from models.decoder import HeadInputs
-from models.distribution import Distribution, TokenScores
+from models.distribution import Distribution, TokenOutputs
 from models.names import Array
 from models.optimizers import make_optimizer
 from utils.batching import MicrobatchShape
@@ -79,14 +79,14 @@ def attend_at_once(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, *_: object
 
 
 def sum_of_states(
-    _: Decoder, distribution: Distribution, weights: PyTree, rows: HeadInputs, num_scored: Array | None
-) -> TokenScores:
+    _: Decoder, distribution: Distribution, weights: PyTree, rows: HeadInputs, num_targets: Array | None
+) -> TokenOutputs:
     total = rows.hidden.sum(-1)
-    return TokenScores(total, total)
+    return TokenOutputs(total, total)
 
 
-def weighted_logprobs(scores: TokenScores, batch: Batch, _: object) -> tuple[Float[Array, ""], dict]:
-    return (scores.logprobs * batch.advantages * batch.mask).sum(), {}
+def weighted_logprobs(outputs: TokenOutputs, batch: Batch, _: object) -> tuple[Float[Array, ""], dict]:
+    return (outputs.logprobs * batch.advantages * batch.mask).sum(), {}
 
 
 def draw_likeliest(_: Distribution, logits: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> tuple[Array, ...]:
@@ -101,7 +101,7 @@ LAYER_PARTS = {
 GRADIENT_PARTS = LAYER_PARTS | {
     "attention": {(decoder, "train_attention"): add_heads},
     "attention in quarters: at once": {(attention, "plain_attention"): attend_at_once},
-    "head and log-probabilities": {(decoder, "score_in_chunks"): sum_of_states},
+    "head and log-probabilities": {(decoder, "chunked_outputs"): sum_of_states},
     "loss and metrics": {(learning, "policy_loss"): weighted_logprobs},
 }
 DECODE_PARTS = LAYER_PARTS | {

@@ -26,7 +26,7 @@ from bench.sampler_gap import token_gaps
 from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.architecture import Decoder, is_spec
-from models.decoder import init_params, score_tokens
+from models.decoder import init_params, token_outputs
 from models.names import Array, Params
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -66,7 +66,7 @@ def train(model: Decoder, params: Params, layout: Layout, tokens: Int[np.ndarray
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (len(tokens), 1)).astype(np.float32)
 
     def loss(params: Params, tokens: Array) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        logprobs = score_tokens(model, params, tokens).logprobs
+        logprobs = token_outputs(model, params, tokens).logprobs
         return (signs * logprobs).sum(), logprobs
 
     gradient = jax.jit(jax.grad(loss, has_aux=True))

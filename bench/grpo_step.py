@@ -79,7 +79,7 @@ def make_step(
         weights = sampler.load_weights(state.params)
         completions = sampler.generate(weights, prompts, ids, group_size, key)
         clocks.append(time.perf_counter())
-        _, batch = learner.score(state, make_batch(completions, group_size))
+        _, batch = learner.add_logprobs(state, make_batch(completions, group_size))
         clocks.append(time.perf_counter())
         batch = compute_advantages(batch, config.objective)
         (minibatch,) = split_minibatches(batch, config, number, epoch=0)

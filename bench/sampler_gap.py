@@ -26,7 +26,7 @@ from bench.common import ROOT, environment, make_prompts, report
 from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.checkpoint import load_model
-from models.decoder import score_tokens
+from models.decoder import token_outputs
 from models.names import Params
 from utils.settings.config import parse
 from utils.settings.options import option
@@ -68,8 +68,8 @@ def token_gaps(
     weights = sampler.load_weights(params)
     drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), group_size, jax.random.key(0))
     rows = sampler.layout.put({"tokens": drawn.tokens, "routes": drawn.routes})
-    scores = jax.jit(partial(score_tokens, sampler.model))(params, **rows)
-    return np.abs(drawn.logprobs - sampler.layout.fetch_array(scores.logprobs))[drawn.mask]
+    outputs = jax.jit(partial(token_outputs, sampler.model))(params, **rows)
+    return np.abs(drawn.logprobs - sampler.layout.fetch_array(outputs.logprobs))[drawn.mask]
 
 
 def main(config: Command) -> None:

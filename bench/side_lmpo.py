@@ -111,7 +111,7 @@ def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params,
         if is_step:
             all_rows = np.arange(len(episodes.texts))
             batch = make_batch(replace(episodes, batch_rows=all_rows), config)
-            batch = compute_advantages(learner.score(state, batch)[1], config.objective)
+            batch = compute_advantages(learner.add_logprobs(state, batch)[1], config.objective)
             (minibatch,) = split_minibatches(batch, config, number, epoch=0)
             state, update = learner.update(state, minibatch, 0.0)
             learner.metrics([update])

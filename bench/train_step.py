@@ -33,7 +33,7 @@ from core.sampler import SamplingConfig, decode_weights
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, lay_out_adapters, load_model
 from models.decoder import init_params, logits
-from models.distribution import Distribution, score_softmax
+from models.distribution import Distribution, softmax_outputs
 from models.lora import init_adapters
 from models.names import Adapters, Array, Params
 from models.optimizers import make_optimizer
@@ -138,12 +138,12 @@ def make_update(
 
     def update() -> Params | Adapters:
         nonlocal state
-        _, scored = learner.score(state, batch)
+        _, prepared = learner.add_logprobs(state, batch)
         if with_old:
-            old = learner.token_scores(learner.policy(state.params), batch)
-            scored = replace(scored, old_logprobs=old.logprobs)
-        scored = compute_advantages(scored, config.objective)
-        (minibatch,) = split_minibatches(scored, config, step=1, epoch=0)
+            old = learner.compute_outputs(learner.policy(state.params), batch)
+            prepared = replace(prepared, old_logprobs=old.logprobs)
+        prepared = compute_advantages(prepared, config.objective)
+        (minibatch,) = split_minibatches(prepared, config, step=1, epoch=0)
         state, made = learner.update(state, minibatch, 0.0)
         learner.metrics([made])
         return state.params
@@ -176,8 +176,8 @@ def naive_accumulate(
         scaled = logits(model, params, batch.tokens)[:, :-1] / distribution.temperature
         targets = batch.tokens[:, 1:]
         first_column = ((0, 0), (1, 0))
-        scores = jax.tree.map(lambda x: jnp.pad(x, first_column), score_softmax(scaled, targets))
-        return policy_loss(scores, batch, objective)
+        outputs = jax.tree.map(lambda x: jnp.pad(x, first_column), softmax_outputs(scaled, targets))
+        return policy_loss(outputs, batch, objective)
 
     (_, metrics), new = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), metrics

@@ -28,7 +28,7 @@ import transformers
 from core.advantages import ObjectiveConfig, compute_advantages
 from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
-from models.distribution import TokenScores
+from models.distribution import TokenOutputs
 
 try:
     import datasets
@@ -158,7 +158,7 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     batch = set_loss_denominators(batch, B, LIMIT, config)
 
     def loss(x: np.ndarray) -> jax.Array:
-        return scale * policy_loss(TokenScores(x, jnp.zeros_like(x)), batch, config.loss)[0]
+        return scale * policy_loss(TokenOutputs(x, jnp.zeros_like(x)), batch, config.loss)[0]
 
     ours = jax.value_and_grad(loss)(new[rows])
     has_all = len(rows) == B or not config.kl_coef

@@ -8,7 +8,7 @@ To change which groups are trained on: `collect`. To add a metric: "Log, evaluat
 To add an option: core/config.py, or the group of the file that reads it. The same in 170 lines: core/minimal.py.
 
 A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.draw -> make_batch ->
-Learner.score -> compute_advantages -> Learner.update -> accumulate -> policy_loss.
+Learner.add_logprobs -> compute_advantages -> Learner.update -> accumulate -> policy_loss.
 
 N prompts, G rollouts of each (a group), B = N G rows.
 """
@@ -112,7 +112,7 @@ def train(
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
         with run.phase("logprobs"):
-            state, batch = learner.score(state, make_batch(episodes, config), episodes)
+            state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 
         # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)

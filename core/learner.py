@@ -24,8 +24,8 @@ from core.terms.ratios import reduce_metrics
 from core.terms.reference import copy_policy
 from models.architecture import Decoder
 from models.attention import SKIPPING
-from models.decoder import make_critic, score_tokens
-from models.distribution import Distribution, TokenScores
+from models.decoder import make_critic, token_outputs
+from models.distribution import Distribution, TokenOutputs
 from models.lora import make_policy
 from models.memory import MemoryConfig, Room, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
@@ -113,7 +113,7 @@ class Learner:
 
     @property
     def distribution(self) -> Distribution:
-        """Returns what scores tokens: the distribution that is sampled."""
+        """Returns the distribution that is sampled, by which log-probabilities are computed."""
         return self.config.sampling.distribution
 
     @property
@@ -139,7 +139,7 @@ class Learner:
         skips_padding = self.model.kernel in SKIPPING
         return choose_shapes(self.tokens_per_microbatch, self.row_length, self.most_rows, skips_padding)
 
-    def score(
+    def add_logprobs(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
         """Computes old log-probabilities, the reference's and the critic's values, before the first update.
@@ -153,38 +153,40 @@ class Learner:
         batch = select_rows(batch, every_row, bucket(batch.tokens.shape[1]))  # few widths to compile
         with self.out_of_memory():
             if self.has_old_logprobs:
-                scores = self.token_scores(self.policy(state.params), batch)
-                batch = replace(batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy)
+                outputs = self.compute_outputs(self.policy(state.params), batch)
+                batch = replace(batch, old_logprobs=outputs.logprobs, values=outputs.values, entropies=outputs.entropy)
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
-                scores = self.token_scores(self.reference, replace(batch, routes=None))  # it routes for itself
-                batch = replace(batch, ref_logprobs=scores.logprobs)
+                outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # it routes for itself
+                batch = replace(batch, ref_logprobs=outputs.logprobs)
         return state, batch
 
-    def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
+    def compute_outputs(self, params: Policy, batch: Batch) -> TokenOutputs:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
         by_name: dict[str, np.ndarray] = {}
         chains = self.chains(batch)
-        for rows, scores in itertools.chain(*side_by_side(partial(self.score_chain, params), chains)):
+        for rows, outputs in itertools.chain(*side_by_side(partial(self.chain_outputs, params), chains)):
             is_row = rows != EMPTY
-            for name, x in scores._asdict().items():
+            for name, x in outputs._asdict().items():
                 if x is not None:
                     whole = by_name.setdefault(name, np.zeros((*batch.tokens.shape, *x.shape[2:]), x.dtype))
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
-        return type(scores)(**by_name)
+        return type(outputs)(**by_name)
 
-    def score_chain(self, params: Policy, microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenScores]]:
-        """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
-        scored = []
+    def chain_outputs(
+        self, params: Policy, microbatches: Iterator[PackedRows]
+    ) -> list[tuple[np.ndarray, TokenOutputs]]:
+        """Returns the numbers of the rows of micro-batches, and the outputs for their tokens, on the host."""
+        computed = []
         for rows, *arrays in microbatches:
-            scored.append((rows, self.layout.fetch(self.score_microbatch(params, *self.layout.put(arrays)))))
-        return scored
+            computed.append((rows, self.layout.fetch(self.microbatch_outputs(params, *self.layout.put(arrays)))))
+        return computed
 
-    def score_microbatch(self, params: Policy, batch: Batch, packing: Packing) -> TokenScores:
-        """Returns the scores of the tokens of a micro-batch, on the devices."""
+    def microbatch_outputs(self, params: Policy, batch: Batch, packing: Packing) -> TokenOutputs:
+        """Returns the outputs for the tokens of a micro-batch, on the devices."""
         inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
-        return score(self.model, self.distribution, params, *inputs)
+        return packed_outputs(self.model, self.distribution, params, *inputs)
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimizer step by the gradients of a minibatch's micro-batches.
@@ -318,7 +320,7 @@ def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def score(
+def packed_outputs(
     model: Decoder,
     distribution: Distribution,
     params: Policy,
@@ -327,9 +329,9 @@ def score(
     routes: Int[Array, "B T L k"] | None,
     packing: Packing,
     extras: Extras,
-) -> TokenScores:
+) -> TokenOutputs:
     """Returns log-probabilities, entropies and values of completion tokens; 0 for padding."""
-    return score_tokens(model, params, tokens, distribution, support, routes, packing, extras)
+    return token_outputs(model, params, tokens, distribution, support, routes, packing, extras)
 
 
 @partial(jax.jit, static_argnums=(0, 2), donate_argnums=4)
@@ -349,9 +351,9 @@ def accumulate(
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
         policy = make_policy(base, params) | (beside or {})
         inputs = batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
-        scores = score_tokens(model, policy, *inputs)
-        loss, metrics = policy_loss(scores, batch, objective)
-        loss_of_critic, its_metrics = value_loss(scores, batch, objective)
+        outputs = token_outputs(model, policy, *inputs)
+        loss, metrics = policy_loss(outputs, batch, objective)
+        loss_of_critic, its_metrics = value_loss(outputs, batch, objective)
         return loss + loss_of_critic, metrics | its_metrics
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)

@@ -116,8 +116,8 @@ def policy_gradient(
         ratio = jnp.exp(logprobs - old_logprobs)
         A = advantages[:, None]
         losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, 1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * A)
-        scored = mask[:, 1:]
-        return losses.mean(where=scored), entropy.mean(where=scored)
+        is_target = mask[:, 1:]
+        return losses.mean(where=is_target), entropy.mean(where=is_target)
 
     return jax.grad(loss, has_aux=True)(params)
 

@@ -23,7 +23,7 @@ from core.terms.critic import CriticConfig
 from core.terms.distill import distillation_loss
 from core.terms.ratios import ratio_metrics, sampler_metrics
 from core.terms.reference import reference_kl
-from models.distribution import TokenScores
+from models.distribution import TokenOutputs
 from models.names import Array
 from utils.settings.options import option
 
@@ -188,22 +188,22 @@ def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens
     return replace(batch, denominator=denominators[config.loss_normalization], num_tokens=num_tokens)
 
 
-def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
+def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics.
 
-    A term of another output of the model is a field of TokenScores, and a function in TERMS that reads it.
+    A term of another output of the model is a field of TokenOutputs, and a function in TERMS that reads it.
     The optimizer batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
     Of names that end in _max or _min it is the extreme. Names that end in _histogram are arrays of sums.
     """
-    batch = with_old_logprobs(scores.logprobs, batch)
-    logprobs = zero_outside_mask(scores.logprobs, batch)
-    scores = scores._replace(logprobs=logprobs)
+    batch = with_old_logprobs(outputs.logprobs, batch)
+    logprobs = zero_outside_mask(outputs.logprobs, batch)
+    outputs = outputs._replace(logprobs=logprobs)
     losses, is_clipped = OBJECTIVES[config.objective](logprobs, batch, config)
     weights = token_weights(logprobs, batch, config)
     loss = sum_over_rows(losses * weights, batch, batch.denominator)
     metrics = {
         "policy_loss": loss,
-        "entropy": token_mean(scores.entropy, batch),
+        "entropy": token_mean(outputs.entropy, batch),
         "logprob": token_mean(logprobs, batch),
         "clip_fraction": token_mean(is_clipped & (batch.advantages != 0), batch),
         "masked_fraction": token_mean(weights == 0, batch),
@@ -211,7 +211,7 @@ def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[
     entropy_loss = jnp.zeros(()) if config.entropy_coef is None else -config.entropy_coef * metrics["entropy"]
     loss += entropy_loss
     for term in TERMS:
-        added, its_metrics = term(scores, batch, config)
+        added, its_metrics = term(outputs, batch, config)
         loss += added
         metrics |= its_metrics
     metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)

@@ -137,7 +137,7 @@ class Batch:
     entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimizer batch where the mask is True
-    extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.score may read them
+    extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.outputs read them
     # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = field(default=1, metadata={"static": True})
 

@@ -269,7 +269,7 @@ def evaluate(
         metrics, examples = evaluate_held_out(worker, policy, config.eval, config.seed)
     if held_out:
         batch = make_batch(held_out)
-        logprobs = learner.token_scores(policy, batch).logprobs
+        logprobs = learner.compute_outputs(policy, batch).logprobs
         metrics |= loss_metrics(logprobs, batch.mask)
         losses = row_losses(logprobs, batch.mask)
     metrics["times/test"] = time.perf_counter() - clock

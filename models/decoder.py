@@ -30,7 +30,7 @@ from models.attention import (
     train_attention,
 )
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
-from models.distribution import Distribution, TokenScores
+from models.distribution import Distribution, TokenOutputs
 from models.experts import Route, choose_experts, mix_experts, read_experts
 from models.lora import adapt, with_adapters
 from models.names import (
@@ -62,9 +62,9 @@ from models.packing import (
     pack,
     pack_ids,
     packed_positions,
-    scored_columns,
-    scored_states,
-    scores_of_columns,
+    target_columns,
+    target_states,
+    to_token_columns,
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
@@ -598,20 +598,20 @@ def prompt_columns(prompts: list[PromptCache | None]) -> int:
     return leaves[0].shape[2] if leaves else 0
 
 
-def scored_hidden(
+def target_hidden(
     model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing | None = None
 ) -> Hidden:
-    """Computes the normed state that each scored token was sampled from, in the token's column; 0 elsewhere."""
-    hidden = scored_states(forward(model, params, tokens, packing=packing), packing)
-    return scores_of_columns(rms_norm(model, hidden, params[NORM]), packing)
+    """Computes the normed state that each target token was sampled from, in the token's column; 0 elsewhere."""
+    hidden = target_states(forward(model, params, tokens, packing=packing), packing)
+    return to_token_columns(rms_norm(model, hidden, params[NORM]), packing)
 
 
 LOGIT_ELEMENTS = 1 << 27  # logits at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
 
 
-class ScoreInputs(NamedTuple):
-    """Rows to score: inputs of layers, the tokens to score, the ids that could be sampled there, and extras of each."""
+class RowInputs(NamedTuple):
+    """Rows of target tokens: inputs of layers, the tokens, the ids that could be sampled there, and extras of each."""
 
     layers: LayerInputs
     targets: Int[Array, "B T"]
@@ -620,7 +620,7 @@ class ScoreInputs(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """Columns to score: the hidden state before each token, the token, ids that could be sampled there, and extras."""
+    """Columns of target tokens: the hidden state before each one, the token, ids that could be sampled, and extras."""
 
     hidden: Hidden
     targets: Int[Array, "B T"]
@@ -628,7 +628,7 @@ class HeadInputs(NamedTuple):
     extras: Extras
 
 
-def score_tokens(
+def token_outputs(
     model: Decoder,
     params: Policy,
     tokens: Int[Array, "B T"],
@@ -637,59 +637,59 @@ def score_tokens(
     routes: Routes | None = None,
     packing: Packing | None = None,
     extras: Extras | None = None,
-) -> TokenScores:
-    """Computes log-probabilities and other scores of all tokens under the distribution that was sampled from.
+) -> TokenOutputs:
+    """Computes log-probabilities and other outputs for all tokens under the distribution that was sampled from.
 
     The one place where next-token logits are shifted. `support` holds the ids that could be sampled for each token;
     None: all. `routes` holds the experts that computed its logits, which are those of the token before it; None:
-    routers choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution;
+    routers choose. With a packing, tokens that are no targets have 0. `extras` of each token reach the distribution;
     extras of rows are repeated for their tokens.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
         routes = pack_ids(routes, packing)
     if support is not None:
-        support = scored_columns(support, packing)
+        support = target_columns(support, packing)
     values = None
     if CRITIC in params:
-        values = scored_states(state_values(model, params[CRITIC], tokens, packing), packing)
+        values = target_states(state_values(model, params[CRITIC], tokens, packing), packing)
     params = with_adapters(model, params)
     columns = {}
     for name, x in (extras or {}).items():
         of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape) if x.ndim < 3 else x
-        columns[name] = scored_columns(of_tokens, packing, padding_value=1)
+        columns[name] = target_columns(of_tokens, packing, padding_value=1)
     inputs = LayerInputs(pack_ids(tokens, packing), routes, packing)
-    rows = ScoreInputs(inputs, scored_columns(tokens, packing), support, columns)
+    rows = RowInputs(inputs, target_columns(tokens, packing), support, columns)
     names = [name for name in (EMBED, LAYERS, NORM, head_name(model), TEACHER) if name in params]
     weights, table = weights_of(model, params, *names)
-    scores = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
-    scores = scores._replace(values=values)
-    return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
+    outputs = on_each(model.mesh, partial(row_outputs, model, distribution), weights, rows, table)
+    outputs = outputs._replace(values=values)
+    return jax.tree.map(partial(to_token_columns, packing=packing), outputs)
 
 
-def score_rows(
-    model: Decoder, distribution: Distribution, weights: Params | Weights, rows: ScoreInputs
-) -> TokenScores:
-    """Returns the scores of the rows of a device.
+def row_outputs(
+    model: Decoder, distribution: Distribution, weights: Params | Weights, rows: RowInputs
+) -> TokenOutputs:
+    """Returns the outputs for the rows of a device.
 
     Both uses of a tied embedding are in here, so that their gradients are added before they are summed over copies.
     """
     hidden = apply_layers(model, weights, rows.layers)
     packing = rows.layers.packing
-    inputs = HeadInputs(scored_states(hidden, packing), rows.targets, rows.support, rows.extras)
-    return score_in_chunks(model, distribution, weights, inputs, packing.num_scored if packing else None)
+    inputs = HeadInputs(target_states(hidden, packing), rows.targets, rows.support, rows.extras)
+    return chunked_outputs(model, distribution, weights, inputs, packing.num_targets if packing else None)
 
 
-def score_in_chunks(
+def chunked_outputs(
     model: Decoder,
     distribution: Distribution,
     weights: PolicyParams,
     rows: HeadInputs,
-    num_scored: Int[Array, "S"] | None = None,
-) -> TokenScores:
-    """Returns the scores of columns, from the logits of LOGIT_ELEMENTS at a time.
+    num_targets: Int[Array, "S"] | None = None,
+) -> TokenOutputs:
+    """Returns the outputs for columns, from LOGIT_ELEMENTS logits at a time.
 
-    No logits are made of the columns behind the first `num_scored` of all rows; None: all are scored.
+    No logits are made of the columns behind the first `num_targets` of all rows; None: all are targets.
     """
     name = head_name(model)
     whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
@@ -699,9 +699,9 @@ def score_in_chunks(
     most_columns = LOGIT_ELEMENTS // (num_heads * num_rows * model.vocab_size)
     width = max(1, min(num_columns, most_columns))
     num_chunks = -(-num_columns // width)
-    score = partial(score_chunk, model, distribution, weights)
+    compute = partial(chunk_outputs, model, distribution, weights)
     if num_chunks == 1:
-        return score(rows)
+        return compute(rows)
 
     def split(path: Sequence[object], x: Array) -> Array:
         other_axes = [(0, 0)] * (x.ndim - 2)
@@ -712,27 +712,27 @@ def score_in_chunks(
     def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
         return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
 
-    end = num_columns if num_scored is None else num_scored.max()
+    end = num_columns if num_targets is None else num_targets.max()
 
     @jax.checkpoint
-    def score_needed(start_and_chunk: tuple[Int[Array, ""], HeadInputs]) -> TokenScores:
+    def needed_outputs(start_and_chunk: tuple[Int[Array, ""], HeadInputs]) -> TokenOutputs:
         start, chunk = start_and_chunk
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(score, chunk))
-        return jax.lax.cond(start < end, score, lambda chunk: nothing, chunk)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, chunk))
+        return jax.lax.cond(start < end, compute, lambda chunk: nothing, chunk)
 
     starts = jnp.arange(0, num_chunks * width, width)
-    scores = jax.lax.map(score_needed, (starts, jax.tree.map_with_path(split, rows)))
-    return jax.tree.map(join, scores)
+    outputs = jax.lax.map(needed_outputs, (starts, jax.tree.map_with_path(split, rows)))
+    return jax.tree.map(join, outputs)
 
 
-def score_chunk(
+def chunk_outputs(
     model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
-) -> TokenScores:
-    """Returns the scores of columns, from the logits of all of them at once; a teacher's are of its own states."""
+) -> TokenOutputs:
+    """Returns the outputs for columns, from the logits of all of them at once; a teacher's are of its own states."""
     logits, extras = head(model, weights, chunk.hidden), chunk.extras
     if TEACHER in weights:
         extras = extras | {TEACHER: project(weights[TEACHER], extras[TEACHER])}
-    return distribution.score(logits, chunk.targets, chunk.support, extras)
+    return distribution.outputs(logits, chunk.targets, chunk.support, extras)
 
 
 def make_critic(model: Decoder, params: Params) -> PolicyParams:

@@ -23,7 +23,7 @@ Nats = Float[Array, "*R"]
 Support = Int[Array, "*R S"]  # ids that could be sampled, padded with -1
 
 
-class TokenScores(NamedTuple):
+class TokenOutputs(NamedTuple):
     """Outputs of the model that the loss reads, for each token; in rows [B, T] column t is of tokens[:, t]."""
 
     logprobs: Nats  # given the tokens to the left
@@ -109,18 +109,18 @@ class Distribution:
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
         return tokens, logprobs, jnp.where(keep, ids, -1)
 
-    def score(
+    def outputs(
         self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None
-    ) -> TokenScores:
-        """Returns the scores of each token under this distribution.
+    ) -> TokenOutputs:
+        """Returns the outputs for each token under this distribution.
 
-        `support` holds the ids that `draw` returned; None: all. A greedy distribution scores at temperature 1.
+        `support` holds the ids that `draw` returned; None: all. A greedy distribution has temperature 1 here.
         `extras` [*R] of the batch are for forks, and 1 in padding; extras[TEACHER] [*R V] are a teacher's logits.
         """
         logits = logits / (self.temperature or 1.0)
         if support is not None:
             logits, tokens = _truncate(logits, tokens, support)
-        return score_softmax(logits, tokens)
+        return softmax_outputs(logits, tokens)
 
 
 def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
@@ -193,7 +193,7 @@ def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
-def score_softmax(logits: Logits, tokens: Ids) -> TokenScores:
+def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
     One pass computes two sums: with m the largest logit and e = exp(l - m), s is the sum of e, and u that of e (l - m).
@@ -209,4 +209,4 @@ def score_softmax(logits: Logits, tokens: Ids) -> TokenScores:
     chosen = jnp.take_along_axis(shifted, tokens.reshape(-1, 1), axis=-1)[:, 0]
     normalizer = jnp.log(total)
     logprobs, entropies = chosen - normalizer, normalizer - mean
-    return TokenScores(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))
+    return TokenOutputs(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))

@@ -27,11 +27,11 @@ class Packing(NamedTuple):
     Padding has the index or the number NOWHERE, and reads as 0.
     """
 
-    indices: Int[Array, "S M"]  # tokens whose next one is scored, then others, then padding
+    indices: Int[Array, "S M"]  # tokens whose next one is a target, then others, then padding
     numbers: Int[Array, "B T"]  # NOWHERE also if an earlier row of the shard has the token of a shared prompt
     first_row: Int[Array, "B"]  # first row of the shard with this row's prompt
     lengths: Int[Array, "B"]  # computed tokens of a row, in the first row with its prompt or in itself
-    num_scored: Int[Array, "S"]
+    num_targets: Int[Array, "S"]  # tokens whose log-probability is computed
 
     @property
     def num_tokens(self) -> int:
@@ -46,15 +46,15 @@ def pack_rows(sizes: RowSizes, shape: MicrobatchShape, shards: int) -> Packing:
     """
     rows = np.split(np.arange(len(sizes.lengths)), shards)
     parts = [pack_shard(sizes.select(part), shape) for part in rows]
-    indices, numbers, first_rows, num_scored = map(np.stack, zip(*parts, strict=True))
-    lengths = np.maximum(sizes.lengths - 1, 0).astype(np.int32)  # the state of a last token scores none
-    return Packing(indices, numbers.reshape(-1, shape.width), first_rows.ravel(), lengths, num_scored)
+    indices, numbers, first_rows, num_targets = map(np.stack, zip(*parts, strict=True))
+    lengths = np.maximum(sizes.lengths - 1, 0).astype(np.int32)  # the state of a last token has no target
+    return Packing(indices, numbers.reshape(-1, shape.width), first_rows.ravel(), lengths, num_targets)
 
 
 def pack_shard(
     sizes: RowSizes, shape: MicrobatchShape
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"], Int[np.ndarray, ""]]:
-    """Returns indices, numbers, first rows and the number of scored tokens of one shard: see Packing."""
+    """Returns indices, numbers, first rows and the number of targets of one shard: see Packing."""
     num_rows, width, num_packed = shape
     _, firsts, prompt_numbers = np.unique(sizes.prompts, return_index=True, return_inverse=True)
     first_row = firsts[prompt_numbers]
@@ -63,14 +63,14 @@ def pack_shard(
     is_prompt = columns < last_of_prompt
     is_first = first_row == np.arange(num_rows)
     is_computed = (columns < sizes.lengths[:, None] - 1) & (is_first[:, None] | ~is_prompt)
-    is_scored = is_computed & resize_columns(sizes.scored[:, 1:], width)
-    tokens = np.flatnonzero(is_scored)
-    tokens = np.append(tokens, np.flatnonzero(is_computed & ~is_scored))
+    is_target = is_computed & resize_columns(sizes.is_target[:, 1:], width)
+    tokens = np.flatnonzero(is_target)
+    tokens = np.append(tokens, np.flatnonzero(is_computed & ~is_target))
     indices = np.full(num_packed, NOWHERE, np.int32)
     indices[: len(tokens)] = tokens
     numbers = np.full(num_rows * width, NOWHERE, np.int32)
     numbers[tokens] = np.arange(len(tokens))
-    return indices, numbers, first_row.astype(np.int32), np.int32(is_scored.sum())
+    return indices, numbers, first_row.astype(np.int32), np.int32(is_target.sum())
 
 
 def read(x: Shaped[Array, "n ..."], indices: Int[Array, "m"], padding_value: int = 0) -> Shaped[Array, "m ..."]:
@@ -159,12 +159,12 @@ def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Arra
     return jnp.where(is_own, rows, copies.reshape(rows.shape))
 
 
-def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S M D"]:
+def target_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S M D"]:
     """Returns the states that next tokens come from; without a packing those of all but the last column."""
     return hidden[:, :-1] if packing is None else hidden
 
 
-def scored_columns(
+def target_columns(
     x: Shaped[Array, "B T ..."], packing: Packing | None, padding_value: int = 0
 ) -> Shaped[Array, "S M ..."]:
     """Returns an array's entries of the tokens after packed ones."""
@@ -174,13 +174,13 @@ def scored_columns(
     return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_indices)
 
 
-def scores_of_columns(scores: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
-    """Returns what each scored token has in its own column; 0 for tokens that are not scored."""
+def to_token_columns(outputs: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+    """Returns the output of each target token in its own column; 0 for tokens that are no targets."""
     if packing is not None:
         numbers = by_shard(packing.numbers, packing)
-        scores = jax.vmap(move)(scores, numbers, packing.indices)
-        scores = scores.reshape(*packing.numbers.shape, *scores.shape[2:])
-        scores = scores[:, :-1]
-    padding = [(0, 0)] * scores.ndim
+        outputs = jax.vmap(move)(outputs, numbers, packing.indices)
+        outputs = outputs.reshape(*packing.numbers.shape, *outputs.shape[2:])
+        outputs = outputs[:, :-1]
+    padding = [(0, 0)] * outputs.ndim
     padding[1] = (1, 0)
-    return jnp.pad(scores, padding)
+    return jnp.pad(outputs, padding)

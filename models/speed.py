@@ -100,7 +100,7 @@ def limits_of(layout: Layout, dtype: str) -> Limits | None:
 
 
 def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
-    """Returns the least seconds in which a device can sample the `scored` tokens of rows, all rows at once.
+    """Returns the least seconds in which a device can sample the target tokens of rows, all rows at once.
 
     It adds up parts, each the longer time of its products and its bytes. In each step the parts are the weights of the
     layers, read once, and the head with its logits; of experts, those count that the live rows choose, at most all.
@@ -109,14 +109,14 @@ def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
     """
     _, firsts = np.unique(rows.prompts, return_index=True)
     prompt_lengths = rows.prompt_lengths[firsts, None]
-    num_draws = rows.scored.sum(axis=1)
+    num_draws = rows.is_target.sum(axis=1)
     num_steps = np.zeros((len(firsts), 1), int)
     np.maximum.at(num_steps[:, 0], rows.prompts, num_draws)
     live = len(num_draws) - np.cumsum(np.bincount(num_draws))[:-1]  # rows that sample a token in each step
-    columns = np.arange(rows.scored.shape[1])
+    columns = np.arange(rows.is_target.shape[1])
     own = columns - rows.prompt_lengths[:, None]  # 0: the first token behind the prompt
-    is_appended = (own >= 0) & (columns < rows.lengths[:, None]) & ~rows.scored
-    drawn_columns = rows.scored.sum(axis=0)
+    is_appended = (own >= 0) & (columns < rows.lengths[:, None]) & ~rows.is_target
+    drawn_columns = rows.is_target.sum(axis=0)
     prefilled_columns = is_appended.sum(axis=0) + (columns < prompt_lengths).sum(axis=0)
     num_prefilled = prefilled_columns.sum() - len(firsts)  # the first step computes the last token of a prompt
 
@@ -136,7 +136,7 @@ def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
         width = window or len(columns)
         flops = 4 * num_layers * model.num_attention_heads * model.head_dim * np.minimum(columns, width)
         of_prompts = np.clip(width - columns, 0, prompt_lengths).sum(where=columns < num_steps)
-        num_read = np.minimum(own, width).sum(where=rows.scored) + of_prompts
+        num_read = np.minimum(own, width).sum(where=rows.is_target) + of_prompts
         share = num_layers / model.num_attention_layers
         seconds += limits.seconds(flops @ drawn_columns, share * model.cache_bytes * num_read)
         prefill_flops += flops @ prefilled_columns
@@ -144,12 +144,12 @@ def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
 
 
 def training_flops(
-    model: Decoder, lengths: Counts, num_tokens: int, num_scored: int, has_critic: bool = False
+    model: Decoder, lengths: Counts, num_tokens: int, num_targets: int, has_critic: bool = False
 ) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
     They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter; for the head, 6 for each
-    of `num_scored` tokens. Parameters without a gradient, below adapters, count 4. Causal attention of rows of these
+    of `num_targets` tokens. Parameters without a gradient, below adapters, count 4. Causal attention of rows of these
     lengths is added. A token of linear attention makes three products with the memory: it reads the old value, writes
     the new one, and reads the output. A critic is a second trunk.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
@@ -165,4 +165,4 @@ def training_flops(
     if has_critic:
         products += 6 * (model.num_matrix_parameters - head)
         mixing *= 2
-    return float(products * num_tokens + factor * head * num_scored + mixing)
+    return float(products * num_tokens + factor * head * num_targets + mixing)

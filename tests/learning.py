@@ -37,7 +37,7 @@ NO_STEPS = optax.sgd(0.0)
 SCORES = depth(MODEL, 64)  # operations of a log-probability
 GRADIENT = gradient_depth(MODEL, 64, 8 * 64)
 SURPRISE = 20.0  # nats of an unlikely token
-teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+teacher_forced = jax.jit(decoder.token_outputs, static_argnums=(0, 3))
 
 
 def random_batch() -> Batch:
@@ -101,7 +101,7 @@ def train_step(
 ) -> tuple[TrainState, dict, list[Update]]:
     """A step of training after its rollouts, as in core/grpo.py."""
     config, updates = learner.config, []
-    batch = compute_advantages(learner.score(state, batch)[1], config.objective)
+    batch = compute_advantages(learner.add_logprobs(state, batch)[1], config.objective)
     for epoch in range(config.update.ppo_epochs):
         minibatches = split_minibatches(batch, config, step, epoch)
         for minibatch in minibatches:

@@ -105,12 +105,12 @@ def smaller_size(size: int) -> int:
 
 
 class RowSizes(NamedTuple):
-    """Prompts and lengths of rows, and the tokens that are scored."""
+    """Prompts and lengths of rows, and the target tokens: those whose log-probability is computed."""
 
     prompts: Int[np.ndarray, "B"]  # number of the prompt
     prompt_lengths: Int[np.ndarray, "B"]
     lengths: Int[np.ndarray, "B"]  # of prompt and completion
-    scored: Bool[np.ndarray, "B T"]  # tokens of completions: neither those of observations nor forced ones
+    is_target: Bool[np.ndarray, "B T"]  # tokens of completions: neither those of observations nor forced ones
 
     def select(self, rows: Int[np.ndarray, "R"]) -> "RowSizes":
         """Returns the sizes of these rows; those of EMPTY are 0."""
@@ -122,13 +122,13 @@ def measure_rows(
     tokens: Int[np.ndarray, "B T"],
     prompt_lengths: Int[np.ndarray, "B"],
     lengths: Int[np.ndarray, "B"],
-    scored: Bool[np.ndarray, "B T"],
+    is_target: Bool[np.ndarray, "B T"],
 ) -> RowSizes:
-    """Returns the lengths of rows, which of them have the same prompt, and which tokens are scored."""
+    """Returns the lengths of rows, which of them have the same prompt, and which tokens are targets."""
     numbers = {}
     prompts = [row[:length].tobytes() for row, length in zip(tokens, prompt_lengths, strict=True)]
     prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    return RowSizes(np.array(prompt_numbers), prompt_lengths, lengths, scored)
+    return RowSizes(np.array(prompt_numbers), prompt_lengths, lengths, is_target)
 
 
 def empty_rows(num_rows: int, width: int) -> RowSizes:

@@ -234,7 +234,7 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 
 
 def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
-    """Returns the programs that score batches, update the policy and save it."""
+    """Returns the programs that compute log-probabilities, update the policy and save it."""
     lists = [update_programs(learner, state, shape) for shape in learner.shapes]
     if isinstance(learner, TaughtLearner):
         lists.append(teacher_programs(learner, state))
@@ -255,9 +255,9 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     weights = learner.base, taught.beside
     yield learners.accumulate, (*settings, params, sums, updated, packing, *weights)
     if learner.has_old_logprobs:
-        yield score_program(learner, learner.policy(params), batch, packing)
+        yield outputs_program(learner, learner.policy(params), batch, packing)
     if config.objective.kl_coef:
-        yield score_program(learner, learner.reference, replace(batch, routes=None), packing)
+        yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
     yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
     trained = shapes_of(state.trained, DEVICE)
@@ -265,21 +265,21 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
 
 
-def score_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:
-    """Returns the program of `score_microbatch`."""
+def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:
+    """Returns the program of `microbatch_outputs`."""
     if isinstance(learner, StateLearner):
         return teachers.hidden_states, (learner.model, policy, batch.tokens, packing)
     inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
-    return learners.score, (learner.model, learner.distribution, policy, *inputs)
+    return learners.packed_outputs, (learner.model, learner.distribution, policy, *inputs)
 
 
 def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
-    """Yields the programs by which a teacher scores a batch, and by which an average of policies moves."""
+    """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
     policy = learner.teaching_policy(state)
     for shape in learner.teacher.shapes:
         batch, packing = zero_batch(learner.teacher, shape)
         batch = replace(batch, support=None, routes=None, extras={})
-        yield score_program(learner.teacher, policy, batch, packing)
+        yield outputs_program(learner.teacher, policy, batch, packing)
     if kept := state.extra.get(TEACHER):
         yield teachers.move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
 

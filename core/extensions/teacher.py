@@ -1,7 +1,7 @@
 """The teacher of a run with --teacher: its model, its prompts, and its states or log-probabilities of a batch.
 
 Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update, where the logits
-of both models are made in the chunks of the head: see `score_chunk` in models/decoder.py.
+of both models are made in the chunks of the head: see `chunk_outputs` in models/decoder.py.
 """
 
 import os
@@ -33,7 +33,7 @@ from core.terms.distill import (
 from envs.base import Problem
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
-from models.decoder import head_name, scored_hidden
+from models.decoder import head_name, target_hidden
 from models.lora import LoraConfig, make_policy
 from models.memory import check_host_room, check_room, gigabytes, second_layout
 from models.names import CRITIC, EMBED, TEACHER, Adapters, Array, Extras, Params, Policy
@@ -61,7 +61,7 @@ class TokenStates(NamedTuple):
 class StateLearner(Learner):
     """A learner that returns the state of each token, and computes no log-probabilities."""
 
-    def score_microbatch(self, params: Policy, batch: Batch, packing: Packing) -> TokenStates:
+    def microbatch_outputs(self, params: Policy, batch: Batch, packing: Packing) -> TokenStates:
         """Returns the states of the tokens of a micro-batch, on the devices."""
         return TokenStates(hidden_states(self.model, params, batch.tokens, packing))
 
@@ -70,8 +70,8 @@ class StateLearner(Learner):
 def hidden_states(
     model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing
 ) -> Float[Array, "B T D"]:
-    """Returns the head's input for each scored token."""
-    return scored_hidden(model, params, tokens, packing)
+    """Returns the head's input for each target token."""
+    return target_hidden(model, params, tokens, packing)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int
 def with_prompts(prompts: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch, Int[np.ndarray, "B T"]]:
     """Returns the rows with these prompts, and the new column of each old token; empty: a row keeps its prompt.
 
-    Nothing else of a row changes. Tokens of prompts are not scored.
+    Nothing else of a row changes. Tokens of prompts are no targets.
     """
     pairs = zip(prompts, batch.prompt_lengths.tolist(), strict=True)
     shifts = np.array([len(prompt) - length if prompt else 0 for prompt, length in pairs])
@@ -152,16 +152,16 @@ class TaughtLearner(Learner):
 
     @property
     def distribution(self) -> ComparedDistribution:
-        """Returns what scores tokens: the distribution that is sampled, compared with the teacher's."""
+        """Returns the distribution that is sampled, compared with the teacher's."""
         options = self.config.distill
         beta = BETAS.get(options.distill, options.distill_beta)
         return ComparedDistribution(**vars(self.config.sampling.distribution), beta=beta)
 
-    def score(
+    def add_logprobs(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
-        """Computes the results of `Learner.score` and, after moving an average of policies, those of the teacher."""
-        state, batch = super().score(state, batch)
+        """Adds the results of `Learner.add_logprobs` and, after moving an average of policies, those of the teacher."""
+        state, batch = super().add_logprobs(state, batch)
         if TEACHER in state.extra:
             kept = state.extra[TEACHER]
             params = {name: state.params[name] for name in kept}
@@ -197,7 +197,7 @@ class TaughtLearner(Learner):
         prompts = [prompt if len(prompt) <= room else [] for prompt, room in zip(prompts, most, strict=True)]
         is_taught = [bool(prompt) or not self.prefix.text for prompt in prompts]
         shown, columns = with_prompts(prompts, batch)
-        said = self.teacher.token_scores(self.teaching_policy(state), shown)[0]
+        said = self.teacher.compute_outputs(self.teaching_policy(state), shown)[0]
         if any(prompts):
             said = said[np.arange(len(batch))[:, None], columns]
         coefficients = options.distill_coef * np.float32(is_taught)
@@ -212,7 +212,7 @@ class TaughtLearner(Learner):
             return super().update(state, minibatch, fraction_done)
         learner = self.with_head(state)
         state, update = Learner.update(learner, state, minibatch, fraction_done)
-        # The teacher's logits. Its states were computed before, by `score`, in times/logprobs.
+        # The teacher's logits. Its states were computed before, by `add_logprobs`, in times/logprobs.
         update.metrics["speed/flops"] += 2 * learner.beside[TEACHER].size * int(minibatch.mask.sum())
         return state, update
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from core.records import Batch, masked_whiten, token_mean
 from core.terms.reference import ReferenceConfig, kl_penalty
-from models.distribution import TokenScores
+from models.distribution import TokenOutputs
 from models.names import Array
 from utils.settings.errors import refuse
 from utils.settings.options import option
@@ -70,16 +70,16 @@ def generalized_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarr
     return advantages
 
 
-def value_loss(scores: TokenScores, batch: Batch, config: CriticConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
+def value_loss(outputs: TokenOutputs, batch: Batch, config: CriticConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens; 0 without a critic. And its metric.
 
     Source: PPO2 of OpenAI's baselines.
     """
     if batch.returns is None:
         return jnp.zeros(()), {}
-    errors = (scores.values - batch.returns) ** 2
+    errors = (outputs.values - batch.returns) ** 2
     if config.value_clip:
-        moved = jnp.clip(scores.values - batch.values, -config.value_clip, config.value_clip)
+        moved = jnp.clip(outputs.values - batch.values, -config.value_clip, config.value_clip)
         clipped_errors = (batch.values + moved - batch.returns) ** 2
         errors = jnp.maximum(errors, clipped_errors)
     loss = token_mean(0.5 * errors, batch)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from core.records import Batch, sum_over_rows, token_mean
-from models.distribution import Distribution, Ids, Logits, Support, TokenScores
+from models.distribution import Distribution, Ids, Logits, Support, TokenOutputs
 from models.names import TEACHER, Array, Extras
 from utils.settings.errors import refuse
 from utils.settings.options import option
@@ -100,21 +100,21 @@ class ComparedDistribution(Distribution):
 
     beta: float = 1.0  # see `divergence`
 
-    def score(
+    def outputs(
         self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None
-    ) -> TokenScores:
-        """Returns the scores of each token; with logits of a teacher among `extras` also the divergence."""
-        scores = super().score(logits, tokens, support, extras)
+    ) -> TokenOutputs:
+        """Returns the outputs for each token; with logits of a teacher among `extras` also the divergence."""
+        outputs = super().outputs(logits, tokens, support, extras)
         if TEACHER not in (extras or {}):
-            return scores
-        # As matrices: see `score_softmax`.
+            return outputs
+        # As matrices: see `softmax_outputs`.
         log_p, log_q = (
             jax.nn.log_softmax(x.reshape(-1, x.shape[-1]) / (self.temperature or 1.0))
             for x in (logits, extras[TEACHER])
         )
         chosen = jnp.take_along_axis(log_q, tokens.reshape(-1, 1), axis=-1)
         distances = divergence(log_p, log_q, self.beta)
-        return scores._replace(
+        return outputs._replace(
             divergence=distances.reshape(tokens.shape), teacher_logprobs=chosen.reshape(tokens.shape)
         )
 
@@ -138,7 +138,7 @@ def kl(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"]) -> Float[Array, "
 
 
 def distillation_loss(
-    scores: TokenScores, batch: Batch, config: object
+    outputs: TokenOutputs, batch: Batch, config: object
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the teacher's part of a micro-batch's loss, and its metrics; 0 and none without a teacher.
 
@@ -147,10 +147,10 @@ def distillation_loss(
     if COEFFICIENTS not in batch.extras:
         return jnp.zeros(()), {}
     coefficients = batch.extras[COEFFICIENTS][:, None]
-    logprobs, distances, loss = scores.teacher_logprobs, scores.divergence, jnp.zeros(())
+    logprobs, distances, loss = outputs.teacher_logprobs, outputs.divergence, jnp.zeros(())
     if distances is None:
         logprobs = batch.extras[LOGPROBS]
-        distances = jax.lax.stop_gradient(scores.logprobs) - logprobs
+        distances = jax.lax.stop_gradient(outputs.logprobs) - logprobs
     else:
         loss = sum_over_rows(coefficients * distances, batch, batch.denominator)
     is_taught = coefficients > 0

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from core.records import Batch, sum_over_rows, token_mean, zero_outside_mask
-from models.distribution import TokenScores
+from models.distribution import TokenOutputs
 from models.lora import LORA_B, make_policy
 from models.names import Adapters, Array, Params, Policy, Weights
 from utils.settings.errors import refuse
@@ -73,12 +73,12 @@ def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> 
 
 
 def reference_kl(
-    scores: TokenScores, batch: Batch, config: ReferenceConfig
+    outputs: TokenOutputs, batch: Batch, config: ReferenceConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the KL's term of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
     if config.kl_coef is None:
         return jnp.zeros(()), {}
-    log_ratio = scores.logprobs - zero_outside_mask(batch.ref_logprobs, batch)
+    log_ratio = outputs.logprobs - zero_outside_mask(batch.ref_logprobs, batch)
     if config.kl_in == "reward":
         return jnp.zeros(()), {"kl": token_mean(KL["k3"](log_ratio), batch)}
     kl = KL[config.kl_estimator or "k3"](log_ratio)

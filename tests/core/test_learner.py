@@ -81,15 +81,15 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
 
 def test_extras_reach_the_distribution_beside_their_tokens(monkeypatch):
     """Temperatures of rows and of tokens, through micro-batches, packing and chunks of the head; padding is 1."""
-    score = Distribution.score
+    outputs = Distribution.outputs
 
     def with_temperatures(self, logits, tokens, support=None, extras=None):
-        return score(self, logits / (extras["of_row"] * extras["of_token"])[..., None], tokens, support)
+        return outputs(self, logits / (extras["of_row"] * extras["of_token"])[..., None], tokens, support)
 
     rng = np.random.default_rng(3)
     batch = random_batch()
     # A distribution that reads extras, a few tokens at a time.
-    monkeypatch.setattr(Distribution, "score", with_temperatures)
+    monkeypatch.setattr(Distribution, "outputs", with_temperatures)
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
     extras = {"of_row": rng.uniform(0.7, 1.5, 8), "of_token": rng.uniform(0.7, 1.5, batch.tokens.shape)}
     batch = replace(batch, extras=jax.tree.map(np.float32, extras))
@@ -128,13 +128,13 @@ def test_another_coefficient_compiles_nothing():
     found = [update(with_reference(random_batch()), **base | change)[0] for change in changes]
     assert learner_module.accumulate._cache_size() == before
     tokens = random_batch().tokens
-    scores, pull_back = jax.vjp(lambda params: teacher_forced(MODEL, params, tokens, DISTRIBUTION), random_params())
+    outputs, pull_back = jax.vjp(lambda params: teacher_forced(MODEL, params, tokens, DISTRIBUTION), random_params())
     pull_back = jax.jit(pull_back)
     for change, gradient in zip(changes, found, strict=True):
         loss = replace(CONFIG.objective, **base | change)
         batch = set_loss_denominators(with_reference(random_batch()), 4, 50, loss)
-        of_scores = jax.grad(lambda scores, batch=batch, loss=loss: policy_loss(scores, batch, loss)[0])(scores)
-        assert_same_gradient(gradient, *pull_back(of_scores))
+        of_outputs = jax.grad(lambda outputs, batch=batch, loss=loss: policy_loss(outputs, batch, loss)[0])(outputs)
+        assert_same_gradient(gradient, *pull_back(of_outputs))
 
 
 CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
@@ -236,7 +236,7 @@ def test_first_ratio_is_one_if_sampling_is_truncated(cut):
         assert_ratio_is_one(metrics)
         assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
         assert metrics["grad_norm"] > 0.01
-    whole = learner.token_scores(random_params(), replace(batch, support=None)).logprobs
+    whole = learner.compute_outputs(random_params(), replace(batch, support=None)).logprobs
     found = np.abs(whole - batch.sample_logprobs)[batch.mask].max()
     assert found > 0.01, "without the support it would not be"
 
@@ -251,11 +251,11 @@ def test_first_ratio_is_one_if_sampling_is_truncated(cut):
 )
 def test_old_logprobs(flags, expected):
     batch = replace(random_batch(), old_logprobs=None)
-    _, scored = make_learner(**flags).score(SimpleNamespace(params=random_params()), batch)
+    _, computed = make_learner(**flags).add_logprobs(SimpleNamespace(params=random_params()), batch)
     if expected is None:
-        assert scored.old_logprobs is None
+        assert computed.old_logprobs is None
     else:
-        assert_close(scored.old_logprobs[scored.mask], expected(batch)[batch.mask], SCORES)
+        assert_close(computed.old_logprobs[computed.mask], expected(batch)[batch.mask], SCORES)
 
 
 def test_the_best_of_each_group_are_learned_from_alone():

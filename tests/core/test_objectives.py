@@ -23,7 +23,7 @@ from core.objectives import OBJECTIVES, policy_loss, set_loss_denominators
 from core.records import Batch
 from core.terms.critic import generalized_advantages, value_loss
 from core.terms.ratios import LOG_RATIOS, reduce_metrics
-from models.distribution import TokenScores
+from models.distribution import TokenOutputs
 from tests.helpers import ROOT, assert_close, slow
 from tests.oracles.advantages import NOT_RELATIVE, gae, mean, oracle_advantages
 from tests.oracles.losses import LIMIT, ROLLOUTS, clip_range, oracle_loss, oracle_policy, slopes
@@ -136,7 +136,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
     def loss(new, entropy, weight):
         weighted = replace(batch, denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
-        return policy_loss(TokenScores(new, entropy), weighted, config.loss)[0]
+        return policy_loss(TokenOutputs(new, entropy), weighted, config.loss)[0]
 
     value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
     for x, y, what in zip(found, expected, ("by log-probabilities", "by entropy", "value of each row"), strict=True):
@@ -146,8 +146,8 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
 def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
     """The gradient and the metrics of a (micro-)batch."""
-    scores = TokenScores(jnp.asarray(new), jnp.asarray(entropy))
-    grad, metrics = jax.grad(policy_loss, has_aux=True)(scores, batch, config.loss)
+    outputs = TokenOutputs(jnp.asarray(new), jnp.asarray(entropy))
+    grad, metrics = jax.grad(policy_loss, has_aux=True)(outputs, batch, config.loss)
     return grad.logprobs, metrics
 
 
@@ -541,10 +541,10 @@ def test_value_loss(value_clip):
         clipped = min(max(v, old - value_clip), old + value_clip) if value_clip else v
         return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
 
-    scores = TokenScores(jnp.zeros(()), jnp.zeros(()), values)
-    (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(scores, batch, config)
+    outputs = TokenOutputs(jnp.zeros(()), jnp.zeros(()), values)
+    (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(outputs, batch, config)
     assert metrics == {"value/loss": value}
-    assert value_loss(scores, replace(batch, returns=None), config) == (0, {})
+    assert value_loss(outputs, replace(batch, returns=None), config) == (0, {})
     assert_close(value, math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)), B * T)
     for i, t in np.argwhere(batch.mask):
         v = float(values[i, t])
@@ -587,7 +587,7 @@ def test_countdown_recipe_has_the_scaled_gradient_of_lmpo():
         return jnp.mean(losses * mask) - config.entropy_coef * jnp.mean(mean_entropy * mask)
 
     def ours(new, entropy):
-        return policy_loss(TokenScores(new, entropy), batch, config.loss)[0]
+        return policy_loss(TokenOutputs(new, entropy), batch, config.loss)[0]
 
     for found, expected in zip(*(jax.grad(loss, argnums=(0, 1))(new, entropy) for loss in (ours, lmpo)), strict=True):
         assert_close(found, expected / mask.mean(), B * T, SURPRISE * np.abs(expected).max())
@@ -678,13 +678,13 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)
-    whole |= value_loss(TokenScores(new, entropy, values), batch, config)[1]
+    whole |= value_loss(TokenOutputs(new, entropy, values), batch, config)[1]
     for cuts in ([4], [4, 8]):
         grad, parts = np.zeros(new.shape), []
         for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
             grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
-            scores = TokenScores(new[rows], entropy[rows], values[rows])
-            parts.append(metrics | value_loss(scores, select_rows(batch, rows), config)[1])
+            outputs = TokenOutputs(new[rows], entropy[rows], values[rows])
+            parts.append(metrics | value_loss(outputs, select_rows(batch, rows), config)[1])
         assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
         assert_sums(whole, parts)
         for bad in ("mean", "rows"):  # a mean of the micro-batch, and an array that is no histogram

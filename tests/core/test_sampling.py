@@ -123,7 +123,7 @@ def assert_well_formed(r: Completions, forced: Mapping[int, Mapping[int, int]] =
         assert not r.tokens[row, end:].any()
 
 
-teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+teacher_forced = jax.jit(decoder.token_outputs, static_argnums=(0, 3))
 compute_logits = jax.jit(decoder.logits, static_argnums=0)
 
 
@@ -440,16 +440,16 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters())
     r = draw_all(with_forced_answer(sampler, 4), PROMPTS[:2], IDS[:2])
     assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
-    scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
-    ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
+    outputs = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
+    ratio = np.exp(outputs.logprobs - r.logprobs)[r.mask]
     assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
-    assert np.isfinite(scores.logprobs).all()
-    assert np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
+    assert np.isfinite(outputs.logprobs).all()
+    assert np.isfinite(outputs.entropy).all(), "padding too: NaN has a gradient"
     logits = logits_of(r.tokens)
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
         entropy = -(np.exp(logprobs) * logprobs).sum()
-        assert_close(scores.entropy[row, t], entropy, OPERATIONS, LOGIT / 0.6)
+        assert_close(outputs.entropy[row, t], entropy, OPERATIONS, LOGIT / 0.6)
     whole = teacher_forced(MODEL, random_params(), r.tokens, distribution).logprobs
     assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
 

@@ -248,7 +248,7 @@ def test_loss_and_gradient_are_those_of_all_logits(rank):
     expected = nats_in_float64(logits, batch)
     learner, state = make_learner(config, model, params, layout, T - 1, base=base)
     found, loss = sums_of_microbatches(learner, state.params, set_loss_denominators(batch, 3, T, config.objective))
-    held_out = loss_metrics(learner.token_scores(learner.policy(params), batch).logprobs, batch.mask)
+    held_out = loss_metrics(learner.compute_outputs(learner.policy(params), batch).logprobs, batch.mask)
     near(loss, expected)
     near(held_out["test_data/loss"], expected)
     assert_trees_all_close(found, gradient, rtol=1e-5, atol=1e-5)

@@ -59,8 +59,8 @@ def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized
         params |= {CRITIC: decoder.make_critic(model, params)}
 
     def loss(params):
-        scores = decoder.score_tokens(model, make_policy(base, params), tokens)
-        return scores.logprobs.sum() + (scores.values.sum() if has_critic else 0)
+        outputs = decoder.token_outputs(model, make_policy(base, params), tokens)
+        return outputs.logprobs.sum() + (outputs.values.sum() if has_critic else 0)
 
     counted = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
     found = training_flops(model, np.full(2, 256), 512, 512, has_critic)
@@ -106,11 +106,11 @@ def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
     at_once |= {("observed", 4, 4), ("observed", 5, 5)}
     expected += np.maximum(products / 0.75, read).sum() + len(at_once) * 2 * layers / 0.75
     expected += sum(len(of_column(c)) * 4 * 4 * 32 for of_column in seen for *_, c in at_once) / 0.75
-    scored = np.zeros((3, 16), bool)
+    is_target = np.zeros((3, 16), bool)
     for row, columns in enumerate(drawn):
-        scored[row, columns] = True
+        is_target[row, columns] = True
     for width in (8, 16):
-        rows = RowSizes(prompts, prompt_lengths, lengths, scored[:, :width])
+        rows = RowSizes(prompts, prompt_lengths, lengths, is_target[:, :width])
         assert decode_seconds(model, rows, limits) == pytest.approx(expected, rel=1e-12)
 
 

@@ -35,7 +35,7 @@ MODEL = replace(
 )
 
 logits = jax.jit(decoder.logits, static_argnums=0)
-score = jax.jit(decoder.score_tokens, static_argnums=0)
+compute = jax.jit(decoder.token_outputs, static_argnums=0)
 
 
 def arguments(rows: int, columns: int) -> tuple[jax.Array, Experts, jax.Array, jax.Array]:
@@ -120,10 +120,10 @@ def draw(model: Decoder, prompts: list[list[int]]) -> Completions:
 
 def assert_sampled(model: Decoder, params: Params, drawn: Completions, routes) -> None:
     """Asserts that the training pass gives the log-probabilities of the sampler."""
-    scored = score(model, params, drawn.tokens, routes=routes).logprobs
+    logprobs = compute(model, params, drawn.tokens, routes=routes).logprobs
     largest = np.abs(logits(model, params, drawn.tokens)).max()
     operations = depth(model, drawn.tokens.shape[1])
-    assert_close(scored[drawn.mask], drawn.logprobs[drawn.mask], operations, largest)
+    assert_close(logprobs[drawn.mask], drawn.logprobs[drawn.mask], operations, largest)
 
 
 def test_recorded_experts_stand_in_the_columns_of_their_tokens():
@@ -218,7 +218,7 @@ def results_on(layout: Layout, tokens: np.ndarray) -> Results:
     rows = layout.put(tokens)
 
     def loss(params: Params) -> jax.Array:
-        return -decoder.score_tokens(model, params, rows).logprobs[:, 1:].mean()
+        return -decoder.token_outputs(model, params, rows).logprobs[:, 1:].mean()
 
     return Results(model, completions.tokens, logits(model, params, rows), jax.jit(jax.grad(loss))(params))
 

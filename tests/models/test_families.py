@@ -42,7 +42,7 @@ def generate(model: Decoder, params: Params, layout: Layout) -> Completions:
 
 
 def loss(model: Decoder, tokens: np.ndarray, mask: np.ndarray, params: Params) -> jax.Array:
-    logprobs = decoder.score_tokens(model, params, tokens).logprobs
+    logprobs = decoder.token_outputs(model, params, tokens).logprobs
     return -(logprobs * mask).sum() / mask.sum()
 
 
@@ -59,9 +59,9 @@ FEW = ("qwen3moe-sharded", "qwen3_5-images")
 def test_the_sampler_and_the_trainer_agree(name):
     model, params, drawn = on_one_device(name)
     assert len(set(drawn.lengths - drawn.prompt_lengths)) > 3, "else no row has left the others"
-    scores = jax.jit(partial(decoder.score_tokens, model))(params, drawn.tokens)
+    outputs = jax.jit(partial(decoder.token_outputs, model))(params, drawn.tokens)
     size = np.abs(logits(model, params, drawn.tokens)).max()
-    expected = np.where(drawn.mask, scores.logprobs, 0)
+    expected = np.where(drawn.mask, outputs.logprobs, 0)
     assert_close(drawn.logprobs, expected, depth(model, drawn.tokens.shape[1]), size)
 
 

@@ -67,8 +67,8 @@ def test_logits_and_gradients_equal_those_of_peft(name):
     near(logits(model, make_policy(base, adapters), tokens), arrays["logits"], atol=1e-4)
 
     def loss(adapters):
-        scores = decoder.score_tokens(model, make_policy(base, adapters), tokens)
-        return -scores.logprobs[:, 1:].mean()
+        outputs = decoder.token_outputs(model, make_policy(base, adapters), tokens)
+        return -outputs.logprobs[:, 1:].mean()
 
     for array, gradient in jax.jit(jax.grad(loss))(adapters).items():
         layers = [i for i in range(model.num_hidden_layers) if peft_name(i, array) in arrays]
@@ -120,9 +120,9 @@ def test_sampling_and_training_agree_over_int8(name):
     sampler = Sampler(model, 10, (), segment=4)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     completions = sampler.generate(sampler.load_weights(policy), prompts, np.arange(2), 3, jax.random.key(0))
-    scores = jax.jit(decoder.score_tokens, static_argnums=0)(model, policy, completions.tokens)
+    outputs = jax.jit(decoder.token_outputs, static_argnums=0)(model, policy, completions.tokens)
     mask = completions.mask
-    near(np.asarray(scores.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
+    near(np.asarray(outputs.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,7 +202,7 @@ def test_no_gradient_of_the_base_is_computed():
 
     def flops(model, base, trained) -> float:
         def loss(trained):
-            return decoder.score_tokens(model, make_policy(base, trained), tokens).logprobs.sum()
+            return decoder.token_outputs(model, make_policy(base, trained), tokens).logprobs.sum()
 
         return jax.jit(jax.grad(loss)).lower(trained).compile().cost_analysis()["flops"]
 
@@ -222,8 +222,8 @@ def test_adapters_of_experts_equal_merged_matrices(product, monkeypatch):
     near(logits(model, policy, tokens), logits(model, merged, tokens), atol=1e-5)
 
     def loss(params, base):
-        scores = decoder.score_tokens(model, make_policy(base, params), tokens)
-        return -scores.logprobs[:, 1:].mean()
+        outputs = decoder.token_outputs(model, make_policy(base, params), tokens)
+        return -outputs.logprobs[:, 1:].mean()
 
     found, of_matrices = (jax.jit(jax.grad(loss))(*x) for x in ((adapters, base), (merged, {})))
     for name in adapted_layers(model):
@@ -242,10 +242,10 @@ def test_sampling_from_experts_with_adapters(merge):
     for prompts in ([[1, 2, 3]], [[1, 2, 3], [4, 5, 6, 7, 8]]):  # pairs of a token and an expert: separate, and all
         weights = sampler.load_weights(policy)
         completions = sampler.generate(weights, prompts, np.arange(len(prompts)), 1, jax.random.key(0))
-        score = jax.jit(decoder.score_tokens, static_argnums=0)
-        scores = score(model, policy, completions.tokens, routes=completions.routes)
+        compute = jax.jit(decoder.token_outputs, static_argnums=0)
+        outputs = compute(model, policy, completions.tokens, routes=completions.routes)
         mask = completions.mask
-        near(np.asarray(scores.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
+        near(np.asarray(outputs.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
 
 
 def load_random(name: str, layout=None, **options) -> tuple:
@@ -301,7 +301,7 @@ def on_mesh(name: str, tokens: np.ndarray, layout, merge: str) -> tuple:
     rows = layout.put(tokens)
 
     def loss(adapters):
-        return -decoder.score_tokens(model, make_policy(base, adapters), rows).logprobs[:, 1:].mean()
+        return -decoder.token_outputs(model, make_policy(base, adapters), rows).logprobs[:, 1:].mean()
 
     gradient = jax.jit(jax.grad(loss))(adapters)
     return model, completions.tokens, logits(model, policy, rows), gradient
@@ -406,7 +406,8 @@ def test_adapters_that_a_folder_lacks_are_not_trained(tmp_path):
     model, base, adapters, _ = load_policy(tmp_path / "a", LoraConfig(lora_rank=2), 0, single_device(), "float32")
 
     def loss(adapters):
-        return decoder.score_tokens(model, make_policy(base, adapters), np.ones((2, 9), np.int32)).logprobs[:, 1:].sum()
+        outputs = decoder.token_outputs(model, make_policy(base, adapters), np.ones((2, 9), np.int32))
+        return outputs.logprobs[:, 1:].sum()
 
     for name, gradient in jax.jit(jax.grad(loss))(adapters).items():
         assert np.any(gradient) == ("v_proj" in name), name

@@ -77,7 +77,7 @@ def test_gradients_equal_those_of_transformers(name):
     tokens = reference["tokens"]
 
     def loss(params):
-        return -decoder.score_tokens(model, params, tokens).logprobs[:, 1:].mean()
+        return -decoder.token_outputs(model, params, tokens).logprobs[:, 1:].mean()
 
     gradient = jax.jit(jax.grad(loss))(params)
     layers_with = model.layers_with()
@@ -176,13 +176,13 @@ def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
     distribution = Distribution(*setting)
     logits = jnp.float32(2 * np.random.default_rng(5).standard_normal((50, 300)))
     tokens, drawn, support = distribution.draw(logits, jax.random.uniform(jax.random.key(1), (50, 2)))
-    scores = distribution.score(logits, tokens, support if support.size else None)
-    assert_close(scores.logprobs, drawn, logits.shape[1], np.abs(logits).max())
-    assert np.isfinite(scores.entropy).all()
+    outputs = distribution.outputs(logits, tokens, support if support.size else None)
+    assert_close(outputs.logprobs, drawn, logits.shape[1], np.abs(logits).max())
+    assert np.isfinite(outputs.entropy).all()
 
 
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
-def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
+def test_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
     model, params, _ = load(FIXTURES / "qwen3-tied")
     tokens = expected_of("qwen3-tied")["tokens"]
     scaled = expected_of("qwen3-tied")["logits"][:, :-1] / 0.7
@@ -192,7 +192,7 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     # The head computes so many columns at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
-    score = partial(decoder.score_tokens, model, distribution=Distribution(0.7))
+    score = partial(decoder.token_outputs, model, distribution=Distribution(0.7))
     logprobs, entropy, *_ = jax.jit(score)(params, tokens)
     assert_close(logprobs[:, 1:], reference, operations, size)
     assert_close(entropy[:, 1:], -(np.exp(scaled) * scaled).sum(-1), operations, size)
@@ -208,7 +208,7 @@ def test_the_backward_pass_reads_the_parameters_themselves(remat):
     tokens = np.ones((3, 48), np.int32)  # not as many rows as layers
 
     def loss(params):
-        return decoder.score_tokens(model, params, tokens).logprobs.sum()
+        return decoder.token_outputs(model, params, tokens).logprobs.sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params)
     forward = next(equation for equation in jaxpr.eqns if equation.primitive.name == "scan")

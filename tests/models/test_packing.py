@@ -1,4 +1,4 @@
-"""Rows and their packed tokens: the same scores and gradients, and as few tokens as there are."""
+"""Rows and their packed tokens: the same outputs and gradients, and as few tokens as there are."""
 
 from functools import partial
 
@@ -22,16 +22,16 @@ WIDTH = 64
 
 
 def random_sizes(num_groups: int, seed: int = 0) -> RowSizes:
-    """Returns the sizes of groups in a random order, prompts of 5 to 20 tokens; most completion tokens are scored."""
+    """Returns the sizes of groups in a random order, prompts of 5 to 20 tokens; most completion tokens are targets."""
     rng = np.random.default_rng(seed)
     prompts = np.repeat(np.arange(num_groups), GROUP_SIZE)
     prompt_lengths = rng.integers(5, 21, num_groups)[prompts]
     lengths = prompt_lengths + rng.integers(1, 40, prompts.size)
     columns = np.arange(WIDTH)
     is_completion = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
-    scored = is_completion & (rng.random(is_completion.shape) < 0.8)
+    is_target = is_completion & (rng.random(is_completion.shape) < 0.8)
     order = rng.permutation(prompts.size)
-    return RowSizes(prompts, prompt_lengths, lengths, scored).select(order)
+    return RowSizes(prompts, prompt_lengths, lengths, is_target).select(order)
 
 
 def tokens_of(sizes: RowSizes, width: int, vocabulary: int = 64) -> np.ndarray:
@@ -161,7 +161,7 @@ def test_unpacked_rows_are_those_that_were_packed(shards):
         np.testing.assert_array_equal(packed[shard][is_token], flat[shard][indices[shard][is_token]])
         assert not np.any(packed[shard][~is_token])
     unpacked, pull_rows = jax.vjp(partial(unpack, packing=packing), packed)
-    is_computed = np.arange(width) < sizes.lengths[:, None] - 1  # a last token's state scores none
+    is_computed = np.arange(width) < sizes.lengths[:, None] - 1  # a last token's state has no target
     np.testing.assert_array_equal(unpacked[is_computed], rows[is_computed])
     direction = np.where(is_computed[..., None], rng.standard_normal(rows.shape), 0).astype(np.float32)
     (of_packed,) = pull_rows(jnp.asarray(direction))
@@ -195,11 +195,11 @@ def load_variant(name: str, variant: str) -> tuple[Decoder, Params]:
     return model, params
 
 
-def random_experts(model: Decoder, scored: np.ndarray) -> np.ndarray:
-    """Returns recorded experts of scored tokens, counted from 1; 0 elsewhere."""
-    experts = np.tile(np.arange(1, model.num_experts + 1), (*scored.shape, model.num_hidden_layers, 1))
+def random_experts(model: Decoder, is_target: np.ndarray) -> np.ndarray:
+    """Returns recorded experts of target tokens, counted from 1; 0 elsewhere."""
+    experts = np.tile(np.arange(1, model.num_experts + 1), (*is_target.shape, model.num_hidden_layers, 1))
     some = np.random.default_rng(4).permuted(experts, axis=-1)[..., : model.num_experts_per_tok]
-    return np.where(scored[..., None, None], some, 0).astype(np.int16)
+    return np.where(is_target[..., None, None], some, 0).astype(np.int16)
 
 
 def assert_close_trees(found: Params, expected: Params, num_operations: int) -> None:
@@ -210,23 +210,23 @@ def assert_close_trees(found: Params, expected: Params, num_operations: int) -> 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
-    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of scored tokens."""
+    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of target tokens."""
     name, _, variant = case.partition(" ")
     model, params = load_variant(name, variant)
     sizes = random_sizes(num_groups=2)
     width = WIDTH
     tokens = tokens_of(sizes, width, model.vocab_size)
     rng = np.random.default_rng(3)
-    routes = random_experts(model, sizes.scored) if model.num_experts else None
-    weights = np.where(sizes.scored, rng.standard_normal(tokens.shape), 0).astype(np.float32)
+    routes = random_experts(model, sizes.is_target) if model.num_experts else None
+    weights = np.where(sizes.is_target, rng.standard_normal(tokens.shape), 0).astype(np.float32)
 
     @partial(jax.jit, static_argnums=2)
     def gradient(params, packing, is_packed):
         def loss(params):
             packed = packing if is_packed else None
-            scores = decoder.score_tokens(model, params, tokens, routes=routes, packing=packed)
-            total = sum(x for x in scores if x is not None)
-            return jnp.sum(weights * total), scores.logprobs
+            outputs = decoder.token_outputs(model, params, tokens, routes=routes, packing=packed)
+            total = sum(x for x in outputs if x is not None)
+            return jnp.sum(weights * total), outputs.logprobs
 
         (_, logprobs), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return logprobs, grads
@@ -234,5 +234,5 @@ def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
     logprobs, expected = gradient(params, None, False)
     found_logprobs, found = gradient(params, packing_of(sizes, width, 2), True)
     depth = gradient_depth(model, width, tokens.size)
-    assert_close(found_logprobs[sizes.scored], logprobs[sizes.scored], depth, 20.0)
+    assert_close(found_logprobs[sizes.is_target], logprobs[sizes.is_target], depth, 20.0)
     assert_close_trees(found, expected, depth)

@@ -71,7 +71,7 @@ TINY = ROOT / "models" / "tiny"
 MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), *slow(HYBRID)
 
 
-teacher_forced = jax.jit(decoder.score_tokens, static_argnums=0)
+teacher_forced = jax.jit(decoder.token_outputs, static_argnums=0)
 
 
 def one_by_one(model: Decoder, prompt: list[int], task: int, sample: int) -> tuple[list[int], list[bool], bool]:

@@ -69,7 +69,7 @@ CONFIG = make_config(
     num_generation_tokens=50,
     do_group_filter=False,
 )
-scores_of = jax.jit(decoder.score_tokens, static_argnums=0)
+scores_of = jax.jit(decoder.token_outputs, static_argnums=0)
 KINDS = {
     "forward": 0.0,
     "reverse": 1.0,
@@ -94,14 +94,14 @@ def test_divergences_and_gradients_equal_float64(kind):
     tokens = np.arange(5, dtype=np.int32)
 
     def total(p):
-        scores = distribution.score(p, tokens, extras={TEACHER: q})
-        return scores.divergence.sum(), scores
+        outputs = distribution.outputs(p, tokens, extras={TEACHER: q})
+        return outputs.divergence.sum(), outputs
 
-    (_, scores), gradient = jax.value_and_grad(total, has_aux=True)(p)
+    (_, outputs), gradient = jax.value_and_grad(total, has_aux=True)(p)
     expected, slope = divergence64(p / 0.7, q / 0.7, KINDS[kind])
-    np.testing.assert_allclose(scores.divergence, expected, rtol=1e-5)
+    np.testing.assert_allclose(outputs.divergence, expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, slope / 0.7, atol=1e-5 * np.abs(slope).max())
-    np.testing.assert_allclose(scores.teacher_logprobs, log_softmax(q / 0.7)[tokens, tokens], rtol=1e-5)
+    np.testing.assert_allclose(outputs.teacher_logprobs, log_softmax(q / 0.7)[tokens, tokens], rtol=1e-5)
 
 
 def test_the_mean_of_sampled_gradients_is_the_whole_one():
@@ -152,7 +152,7 @@ def episodes() -> SimpleNamespace:
 
 def taught_gradient(learner: TaughtLearner) -> tuple[dict, dict]:
     """The gradient and the metrics of the one update of a step, by plain descent with rate 1."""
-    state, batch = learner.score(first_state(learner), fresh_batch(), episodes())
+    state, batch = learner.add_logprobs(first_state(learner), fresh_batch(), episodes())
     batch = compute_advantages(batch, learner.config.objective)
     state, update = learner.update(state, batch, 0.0)
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), learner.read(update)
@@ -246,7 +246,7 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     # Keeps the batch that an update would get.
     monkeypatch.setattr(Learner, "update", lambda self, state, minibatch, done: found.append(minibatch))
     state = first_state(learner)
-    _, batch = learner.score(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
+    _, batch = learner.add_logprobs(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
     gain = np.where(batch.mask, 0.5 * (batch.extras[LOGPROBS] - batch.sample_logprobs), 0)
     for name in ("none", "group_zscore", "group_mean", "batch_zscore", "reinforce++_baseline"):
         for other in (
@@ -261,7 +261,7 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     objective = replace(CONFIG.objective, advantage="reinforce")
     learner.update(state, compute_advantages(batch, objective), 0.0)
     np.testing.assert_allclose(found[-1].advantages, np.where(batch.mask, 1 + gain, 0), rtol=1e-6)
-    _, batch = learner.score(state, replace(fresh_batch(), rewards=np.full(8, np.nan, np.float32)))
+    _, batch = learner.add_logprobs(state, replace(fresh_batch(), rewards=np.full(8, np.nan, np.float32)))
     assert len(compute_advantages(batch, CONFIG.objective)) == 8, "where rewards are not needed, they may fail"
 
 
@@ -277,7 +277,7 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     # The head computes a few tokens at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
     learner = taught(tokens=512)
-    state, batch = learner.score(first_state(learner), fresh_batch())
+    state, batch = learner.add_logprobs(first_state(learner), fresh_batch())
     batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, row=None)
     batch = replace(batch, denominator=np.ones(8, np.float32), num_tokens=np.ones(8, np.float32))
     ((_, *arrays),) = list(learner.chains(batch)[0])
