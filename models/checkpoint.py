@@ -57,6 +57,7 @@ from utils.files import write_json
 from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parent.parent
+SHORT_NAMES = ("coder-0.5b", "smollm2-135m")  # models that runs/real_model.py writes
 MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
@@ -185,9 +186,19 @@ def default_dtype() -> str:
     return "float32" if device.platform == "cpu" or is_old else "bfloat16"
 
 
+def short_folder(name: str) -> Path:
+    """Returns the folder of one of SHORT_NAMES, which may not exist yet."""
+    return Path.home() / "checkpoints" / name
+
+
 def find_local(name: str | Path) -> Path | None:
-    """Returns the folder of that name in the working directory or the repository; None if there is none."""
-    folders = Path(os.path.expanduser(name)), ROOT / name
+    """Returns the folder of that name in the working directory or the repository; None if there is none.
+
+    One of SHORT_NAMES is also looked for where runs/real_model.py writes it.
+    """
+    folders = [Path(os.path.expanduser(name)), ROOT / name]
+    if str(name) in SHORT_NAMES:
+        folders.append(short_folder(str(name)))
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
@@ -200,6 +211,8 @@ def find_model(path_or_hub_id: str | Path) -> Path:
     if folder:
         return folder
     name = str(path_or_hub_id)
+    if name in SHORT_NAMES:
+        raise UserError(f"there is no folder {short_folder(name)}: `python runs/real_model.py {name}` makes it")
     beside = [str(Path(name).with_name(path.name)) for path in Path(os.path.expanduser(name)).parent.glob("*")]
     close = most_similar(name, beside)
     missing = f"there is no folder {name}" + (f" (did you mean {close}?)" if close else "")

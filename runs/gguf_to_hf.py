@@ -1,6 +1,5 @@
 """Converts a GGUF file, as llama.cpp reads it, to a Hugging Face folder that `load_model` and transformers load.
 
-    pip install gguf
     python runs/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf ~/checkpoints/SmolLM2-135M-Instruct
 
 Quantized weights become the numbers that they stand for, in float32, or in --dtype. The tokenizer, its
@@ -323,13 +322,16 @@ def make_backend(gguf: Gguf, tokens: list[str]) -> Backend:
     return backend
 
 
-def convert(file: Path, folder: Path, dtype: np.dtype) -> Decoder:
-    """Writes the folder of a GGUF file, and returns its model. Raises UserError for a file that it cannot convert."""
+def convert(file: Path, folder: Path, dtype: np.dtype, card: str = "") -> Decoder:
+    """Writes the folder of a GGUF file, with a model card if there is one, and returns its model.
+
+    Raises: UserError for a file that it cannot convert.
+    """
     gguf = read_gguf(file)
     model = read_model(gguf)
     check_tensors(gguf, model)
     tokenizer = read_tokenizer(gguf, model.vocab_size)
-    write_model(folder, model, tokenizer, dtype, partial(read_weights, gguf, model, dtype))
+    write_model(folder, model, tokenizer, dtype, partial(read_weights, gguf, model, dtype), card=card)
     return model
 
 

@@ -7,7 +7,7 @@ set -euo pipefail
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"  # large pages: 20% less time for an update
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"
-folder="${SMOLLM_DIR:-$HOME/checkpoints/smollm2-135m}"
+folder="${SMOLLM_DIR:-$HOME/checkpoints/smollm2-tasks}"
 gsm8k="${GSM8K_DIR:?the folder of train.jsonl: github.com/openai/grade-school-math, grade_school_math/data}"
 runs="${RUNS:-runs/sft}"
 SMOLLM_PROGRAM=-cpass bash runs/smollm.sh  # which gets the model and writes the stories, and here runs nothing more
@@ -39,7 +39,7 @@ for split in ("train", "test"):
 END
 words="path=$folder/words_train.jsonl,test_path=$folder/words_test.jsonl,form=hash,system=@$folder/system.txt"
 played=(--env_name dataset --env_options "$words" --num_generation_tokens 64 --temperature 0.7 --num_eval_tasks 120)
-start="$folder/SmolLM2-135M-Instruct"
+start=smollm2-135m
 if [ "${FROM:-sft}" = sft ]; then
     written="$runs/sft_seed${SEED:-0}"
     [ -d "$written/step50" ] || "$python" core/sft.py --model_dir "$start" "${played[@]}" --save_dir "$written" \

