@@ -66,8 +66,9 @@ def packed(tmp_path_factory) -> tuple[Source, Path]:
 def index(packed, tmp_path, monkeypatch) -> Path:
     """A copy of the wheels that is all that pip finds."""
     shutil.copytree(packed[1], tmp_path / "index")
-    # pip reads its settings there, and only there.
-    for name, value in {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "index")}.items():
+    settings = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "index")}
+    for name, value in settings.items():
+        # The program that is run reads these, and no settings of this machine.
         monkeypatch.setenv(f"PIP_{name}", value)
     return tmp_path / "index"
 
