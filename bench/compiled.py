@@ -711,8 +711,8 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     num_slices = count_slices(config.table, target, num_devices)
     sizes = mesh_sizes(config.devices, num_devices, num_slices)
     layout = imagine(target, config.table.memory, num_slices, **sizes)
-    adapters = {"lora_rank": config.lora.lora_rank, "adapts_experts": config.lora.lora_experts}
-    model = shape(name, dtype=config.compute.dtype or "bfloat16", mesh=layout.mesh, **adapters)
+    dtype = config.compute.dtype or "bfloat16"
+    model = shape(name, dtype=dtype, mesh=layout.mesh, lora_rank=config.lora.lora_rank)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))

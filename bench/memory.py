@@ -32,7 +32,6 @@ from utils.settings.options import group, option
 GB = 1e9
 OPTIONS = {
     "AdamW": {},
-    "AdamW, --mu_dtype bfloat16": {"mu_dtype": "bfloat16"},
     "--optimizer adafactor": {"optimizer": "adafactor"},
     "--optimizer adafactor --grad_dtype bfloat16": {"optimizer": "adafactor", "grad_dtype": "bfloat16"},
 }

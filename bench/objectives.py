@@ -37,7 +37,7 @@ SAME = (
     "group_size", "max_resampling", "entropy_coef", "num_eval_tasks",
 )  # fmt: skip
 FLAGS = {name: DEMO[name] for name in SAME} | {  # so that presets change the objective only
-    "format_reward": "", "format_weight": 0, "temperature": 1, "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3,
+    "temperature": 1, "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3,
     "num_epochs": 0, "max_steps": 16, "test_interval": 8, "num_eval_samples": 1, "save_interval": 0,
     "save_rollouts": "none", "inference_batch_per_device": 2048,
 }  # fmt: skip

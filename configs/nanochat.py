@@ -1,7 +1,7 @@
 """nanochat's chat_rl: REINFORCE on r - mean with token-level normalization and Muon, on GSM8K for one epoch.
 
 16 prompts x 16 completions of at most 256 tokens, temperature 1, top-k 50, one update a step without clipping. Muon for
-the matrices (0.02), AdamW for the embedding and the head, all times 0.05 and falling linearly to 0.
+the matrices, AdamW for the embedding and the head, at nanochat's rates times its 0.05, falling linearly to 0.
 
 Differences: the embedding's rate is nanochat's 0.2 times 0.02, the deviation of a pretrained embedding (nanochat's
 starts at 1, so 0.2 is as large a step); one pair of betas, 0.8 and 0.95 (nanochat: 0.8, 0.96 for the head and 0.8,
@@ -34,13 +34,13 @@ def get_config():
         "top_k": 50,
         "entropy_coef": 0.0,
         "optimizer": "muon",
-        "matrix_lr": 0.02,
-        "embedding_lr": 0.004,
-        "unembedding_lr": 0.004,
+        "lr": 5e-8,
+        "matrix_lr": 1e-3,
+        "embedding_lr": 2e-4,
+        "unembedding_lr": 2e-4,
         "b1": 0.8,
         "b2": 0.95,
         "adam_eps": 1e-10,
-        "init_lr_frac": 0.05,
         "lr_schedule": "linear",
         "weight_decay": 0.0,
         "max_grad_norm": 1e9,

@@ -15,9 +15,8 @@ Source: github.com/zafstojano/policy-gradients. Expect little exploration: at te
 def get_config():
     return {
         "env_name": "reasoning_gym",
-        "env_options": "datasets=spell_backward(min_word_len=3;max_word_len=10),num_tasks=3000",
-        "format_reward": "tags",
-        "format_weight": 0.5,
+        "env_options": "datasets=spell_backward(min_word_len=3;max_word_len=10),num_tasks=3000,"
+        "format_reward=tags,format_weight=0.5",
         "num_epochs": 1,
         "advantage": "group_zscore",
         "objective": "ppo",

@@ -14,7 +14,8 @@ Source: github.com/zafstojano/policy-gradients.
 
 def get_config():
     return {
-        "env_options": "datasets=spell_backward(min_word_len=3;max_word_len=10),num_tasks=15000",
+        "env_options": "datasets=spell_backward(min_word_len=3;max_word_len=10),num_tasks=15000,"
+        "format_reward=tags,format_weight=0.5",
         "advantage": "gae",
         "gamma": 0.99,
         "gae_lambda": 0.95,

@@ -10,7 +10,7 @@ from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
-from utils.devices.startup import TrainDeviceConfig
+from utils.devices.startup import DeviceConfig
 from utils.settings.errors import refuse
 from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
 from utils.settings.options import group, option
@@ -48,7 +48,7 @@ class Config:
     lora: LoraConfig = group(LoraConfig)
     memory: MemoryConfig = group(MemoryConfig)
     compute: ComputeConfig = group(ComputeConfig)
-    devices: TrainDeviceConfig = group(TrainDeviceConfig)
+    devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
     def __post_init__(self):
@@ -84,8 +84,6 @@ class Config:
              "--importance_correction truncate, or use --objective dppo"),
             (self.ahead not in (0, 1),
              f"--ahead {self.ahead} is refused: give 0 or 1"),
-            (self.devices.rollout_devices > 0 and not self.ahead,
-             "--rollout_devices sample while the others train: give --ahead 1, or leave --rollout_devices out"),
             (is_uncorrected and objective.do_mask_inference_ratio,
              "--do_mask_inference_ratio has no effect with --ahead 1, since old log-probabilities are the sampler's: "
              "add --importance_correction truncate, or leave it out"),
@@ -120,4 +118,4 @@ class Config:
         """Returns where rollouts are drawn, as the plan of the devices' memory names it."""
         if not self.ahead:
             return BETWEEN
-        return ELSEWHERE if self.devices.rollout_devices else BESIDE
+        return ELSEWHERE if self.devices.mesh else BESIDE

@@ -121,13 +121,9 @@ def train(
         with run.phase("update"):
             updates = []
             for epoch in range(config.update.ppo_epochs):
-                epoch_updates = []
                 for minibatch in split_minibatches(batch, config, step, epoch):
                     state, update = learner.update(state, minibatch, fraction)
-                    epoch_updates.append(update)
-                updates += epoch_updates
-                if learner.policy_moved_too_far(epoch_updates):
-                    break
+                    updates.append(update)
             update_metrics = learner.metrics(updates)  # blocks until the updates are done
 
         # Log, evaluate, save.

@@ -263,19 +263,10 @@ class Learner:
         chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
         return replace(self, model=replace(model, remat=plan.remat), **chosen)
 
-    def policy_moved_too_far(self, updates: Sequence[Update]) -> bool:
-        """True if the mean approx_kl of an epoch's updates is above --target_kl."""
-        target = self.config.update.target_kl
-        if not target or not updates:
-            return False
-        parts = self.layout.fetch([[part["approx_kl"] for part in update.parts] for update in updates])
-        return float(np.mean([np.sum(part, axis=0) for part in parts])) > target
-
     def read(self, update: Update) -> dict[str, float | np.ndarray]:
         """Returns the metrics of an update, from the devices."""
         parts, metrics = self.layout.fetch((update.parts, update.metrics))
-        peak = self.config.optimizer.init_lr_frac * self.config.optimizer.lr
-        lr = float(metrics.pop("lr_multiplier")) * peak
+        lr = float(metrics.pop("lr_multiplier")) * self.config.optimizer.lr
         return reduce_metrics(parts) | metrics | {"lr": lr}
 
     def metrics(self, updates: Sequence[Update]) -> dict[str, float | list[float]]:

@@ -54,13 +54,6 @@ class EnvConfig:
         "Class that turns each row of the environment dataset into an episode of several turns, as FILE.py:CLASS: a "
         "class for TRL's environment_factory, or one with reset and step",
     )
-    format_reward: str = option(
-        "",
-        "Reward for the format of replies, added to the return; think_answer: 1 for a think block, then an answer "
-        "block, nothing else; tags: 0.25 per tag, of four; blocks: 0.1 think, 0.5 answer, 1 both in order; empty: none",
-        ["", "think_answer", "tags", "blocks"],
-    )
-    format_weight: float = option(0.1, "Factor of --format_reward")
 
     def __post_init__(self):
         if self.reward_weights and not self.reward:
@@ -91,12 +84,8 @@ class EnvConfig:
     @property
     def flags(self) -> dict[str, Value]:
         """Settings that are options of the environment, if they are set."""
-        names = (*FILES, "format_reward")
-        flags = {name: getattr(self, name) for name in names}
-        flags = {name: value for name, value in flags.items() if value}
-        if self.format_reward:
-            flags["format_weight"] = self.format_weight
-        return flags
+        flags = {name: getattr(self, name) for name in FILES}
+        return {name: value for name, value in flags.items() if value}
 
     def options(self, name: str) -> Options:
         """Returns the options of an environment, as --env_options and other flags set them.
@@ -105,7 +94,7 @@ class EnvConfig:
         each environment that reads such files. Rewards go to each environment without its own grader.
         """
         names = option_names(name)
-        flags = {key: value for key, value in self.flags.items() if key in names or key not in FILES}
+        flags = {key: value for key, value in self.flags.items() if key in names}
         options = parse_options(self.env_options) | flags
         if split_name(name)[0] == split_name(self.env_name)[0]:
             return options

@@ -20,8 +20,8 @@ class Style:
     thinking: str = ""  # on or off: Qwen3's switch
     prefix: str = ""  # beginning of the reply, such as <think>: the prompt writes it, and it is graded with the reply
     plain: bool = False  # no chat template: the contents of the messages, for base models
-    format_reward: str = ""  # think_answer, tags or blocks: adds format_weight x this to the return
-    format_weight: float = 0.1
+    format_reward: str = ""  # think_answer, tags or blocks, as in envs/grading/rewards.py: for the form of replies
+    format_weight: float = 0.1  # its factor in the return
 
     def __post_init__(self):
         if self.thinking:

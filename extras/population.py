@@ -252,7 +252,7 @@ def make_member(
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}
     model, base, adapters, tokenizer = load_policy(run.model_dir, lora, config.seed, layout, **arguments)
     if model.num_experts and model.adapts_experts:
-        raise UserError("members of a population cannot have adapters of experts: give --lora_experts 0")
+        raise UserError("members of a population cannot have adapters of experts: train this model in a run of its own")
     tokenizer = first.tokenizer if first else tokenizer
     # Members score at the same time: together they have a process for each core.
     num_scorers = max(1, (os.cpu_count() or 1) // run.num_members)

@@ -54,7 +54,6 @@ from utils.settings.options import group, option
 from utils.threefry import make_key
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
-OTHER = "its weights, devices or this code differ from the run's"
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,7 @@ def replay(
         else:
             tasks = task_index(worker, stored.task)
             episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
-            is_rounded = folder.parent == stored.run and not base and config.run.save_dtype not in ("", "float32")
-            reason = f"--save_dtype {config.run.save_dtype} rounded its weights" if is_rounded else OTHER
-            outcomes = {stored.sample: compare(episodes.completions, stored, reason)}
+            outcomes = {stored.sample: compare(episodes.completions, stored)}
     for i, outcome in outcomes.items():
         title = f"branch {i + 1} of {num_samples}" if from_turn else "drawn again"
         text = f"{'#' * 8} {title}\n{transcript(episodes, i, from_turn)}\n{'-' * 8} {outcome}"
@@ -234,7 +231,7 @@ def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
     return np.flatnonzero(worker.fitting_ids == task)
 
 
-def compare(completions: Completions, stored: Stored, reason: str) -> str:
+def compare(completions: Completions, stored: Stored) -> str:
     """Returns a sentence on where the stored row differs from the row that was sampled again, and why."""
     length = completions.lengths[stored.sample]
     tokens = completions.tokens[stored.sample, :length]
@@ -243,7 +240,7 @@ def compare(completions: Completions, stored: Stored, reason: str) -> str:
     length = min(len(tokens), len(stored.tokens))
     differs = np.flatnonzero(tokens[:length] != stored.tokens[:length])
     first = (differs[0] if differs.size else length) - stored.prompt_length
-    return f"token {first} is another than in the run: {reason}"
+    return f"token {first} is another than in the run: its weights, devices or this code differ from the run's"
 
 
 def branch(

@@ -157,7 +157,6 @@ def load_policy(
     if adapters := read_adapters(find_model(path_or_hub_id)):
         config = adapters.settle(config)
     overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha", "base_dtype")}
-    overrides |= {"adapts_experts": config.lora_experts}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
     base = base or load_base(source, layout)
@@ -461,16 +460,15 @@ def save_model(
     model: Decoder,
     params: Params,
     tokenizer: Tokenizer,
-    dtype: str = "",
     fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
     write: bool = True,
     card: str = "",
 ) -> None:
     """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, as `write_model` does.
 
-    The tensors have `dtype` (empty: that of the parameters). `fetch` brings one tensor to the host. In a multi-process
-    run all processes call this function, since fetching is collective; one of them calls it with `write`. `card` is the
-    text of README.md, the model card (empty: none).
+    The tensors have the dtype of the parameters. `fetch` brings one tensor to the host. In a multi-process run all
+    processes call this function, since fetching is collective; one of them calls it with `write`. `card` is the text of
+    README.md, the model card (empty: none).
     """
     layers_with = model.layers_with()
     params = host_views(params)
@@ -491,7 +489,7 @@ def save_model(
         layer, name, expert = split_tensor(name)
         return read_array(layer, name)[expert]
 
-    write_model(directory, model, tokenizer, jnp.dtype(dtype or params[EMBED].dtype), read, write, card)
+    write_model(directory, model, tokenizer, jnp.dtype(params[EMBED].dtype), read, write, card)
 
 
 def write_model(

@@ -55,11 +55,6 @@ class LoraConfig:
         "Scale alpha of the adapters; their output is multiplied by alpha / rank. If --model_dir holds adapters, the "
         "alpha saved with them is used",
     )
-    lora_experts: bool = option(
-        True,
-        "Train adapters of each expert of an MoE model, besides those of attention; 0: of attention only, about a "
-        "thirtieth of the size",
-    )
     lora_merge: str = option(
         "auto",
         "Weights that sample; always: a copy of the base with the adapters added, made once a step; never: base and "

@@ -104,7 +104,7 @@ def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on_tpu(model) else None
 
 
-# When rollouts are sampled: between updates, with --ahead 1 beside them, or with --rollout_devices on other devices.
+# When rollouts are sampled: between updates, with --ahead 1 beside them, or on devices beside those of --mesh.
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 
 

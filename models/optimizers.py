@@ -49,19 +49,14 @@ def is_decayed(params: Params) -> PyTree:
     return jax.tree.map_with_path(has_decay, params)
 
 
-def peak_rate(config: "OptimizerConfig", name: str) -> float:
-    """Returns a learning rate at its peak, by the name of its option."""
-    return config.init_lr_frac * getattr(config, name)
-
-
 def adamw(config: "OptimizerConfig", rate_option: str = "lr") -> optax.GradientTransformation:
     """AdamW. Source: arXiv 1711.05101."""
     return optax.adamw(
-        peak_rate(config, rate_option),
+        getattr(config, rate_option),
         config.b1,
         config.b2,
         config.adam_eps,
-        mu_dtype=config.mu_dtype or "float32",
+        mu_dtype="float32",
         weight_decay=config.weight_decay,
         mask=is_decayed,
     )
@@ -74,7 +69,7 @@ def adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
         optax.add_decayed_weights(config.weight_decay, is_decayed),
-        optax.scale_by_learning_rate(peak_rate(config, "lr")),
+        optax.scale_by_learning_rate(config.lr),
     )
 
 
@@ -87,9 +82,9 @@ def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
     # Newton-Schulz needs little precision: its source runs in bfloat16. Its products here have the default one of their
     # float32 operands (a pass of bfloat16 on TPU, TF32 on NVIDIA), with sums and what is between them in float32.
     matrices = optax.contrib.muon(
-        peak_rate(config, "matrix_lr"),
+        config.matrix_lr,
         weight_decay=config.weight_decay,
-        mu_dtype=config.mu_dtype or "float32",
+        mu_dtype="float32",
         muon_weight_dimension_numbers=ROWS_AND_COLUMNS,
     )
     by_width = optax.stateless(scale_by_width)
@@ -111,8 +106,7 @@ OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
 class OptimizerConfig:
     """Optimizer.
 
-    nanochat's recipe for RL: --optimizer muon --init_lr_frac 0.05 --lr_schedule linear --b1 0.8 --adam_eps 1e-10
-    --weight_decay 0. Source: github.com/karpathy/nanochat, scripts/chat_rl.py
+    nanochat's recipe for RL: configs/nanochat.py.
     """
 
     optimizer: str = option(
@@ -137,7 +131,6 @@ class OptimizerConfig:
         0.004, "Peak learning rate of an untied head with --optimizer muon, times (width / 768)^-0.5"
     )
     critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae, which AdamW trains")
-    init_lr_frac: float = option(1.0, "Factor by which all learning rates are multiplied")
     lr_schedule: str = option(
         "constant",
         "Schedule of all learning rates after warm-up; linear, cosine: they fall to 0 at the end of the run "
@@ -151,16 +144,13 @@ class OptimizerConfig:
     b1: float = option(0.9, "Decay rate of AdamW's first moment")
     b2: float = option(0.95, "Decay rate of AdamW's second moment")
     adam_eps: float = option(1e-8, "Epsilon of AdamW, added to the square root of the second moment")
-    mu_dtype: str = option(
-        "", "Data type of the first moment of AdamW and Muon; empty: float32", ["", "bfloat16", "float32"]
-    )
     max_grad_norm: float = option(
         1.0, "Limit on the global norm of the gradient; a larger gradient is scaled down to it"
     )
     train_vocab: bool = option(True, "Train the embedding and the head; 0: leave them unchanged")
 
     def __post_init__(self):
-        for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):
+        for name in (*NOUNS, "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} must not be negative: raise it")
         if self.max_grad_norm <= 0 or self.adam_eps <= 0:
@@ -212,7 +202,7 @@ def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
         sizes[name] += x.size
         if name != "frozen":
             factor = width_factor(x) if name in VOCABULARY.values() else 1.0
-            peaks[name] = f"{factor * peak_rate(config, name):.3g}"
+            peaks[name] = f"{factor * getattr(config, name):.3g}"
     nouns = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
     if is_muon:
         others = ", ".join(nouns[1:])

@@ -90,17 +90,15 @@ class AdapterConfig(NamedTuple):
         return any(".experts." in name for name in self.factors)
 
     @property
-    def options(self) -> dict[str, int | float | bool | str]:
+    def options(self) -> dict[str, int | float | str]:
         """Settings for continued training of these adapters."""
-        options = {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
-        return options | ({"lora_experts": True} if self.has_experts else {})
+        return {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
 
     def check_options(self, given: Mapping[str, object]) -> None:
         """Raises UserError if settings that were given are not those of the adapters; an int8 base may be chosen."""
         for name, value in self.options.items():
             wrong = given.get(name, value)
             if wrong not in (value, "int8"):
-                value, wrong = (int(x) if isinstance(x, bool) else x for x in (value, wrong))
                 both = f"--{name} {value}, and --{name} {wrong} was given"
                 raise UserError(
                     f"{self.folder} holds adapters of {both}: give the value of the adapters, or leave the option out"

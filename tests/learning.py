@@ -103,12 +103,9 @@ def train_step(
     config, updates = learner.config, []
     batch = compute_advantages(learner.add_logprobs(state, batch)[1], config.objective)
     for epoch in range(config.update.ppo_epochs):
-        minibatches = split_minibatches(batch, config, step, epoch)
-        for minibatch in minibatches:
+        for minibatch in split_minibatches(batch, config, step, epoch):
             state, update = learner.update(state, minibatch, progress)
             updates.append(update)
-        if learner.policy_moved_too_far(updates[-len(minibatches) :]):
-            break
     return state, learner.metrics(updates) | batch_metrics(batch), updates
 
 

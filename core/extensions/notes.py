@@ -73,7 +73,7 @@ def describe_objective(config: ObjectiveConfig) -> str:
     if config.do_mask_inference_ratio:
         text += ", 0 where p_sample / p_old >= 2"
     if config.kl_coef and config.kl_in == "loss":
-        text += f" + {config.kl_coef:g} {config.kl_estimator or 'k3'}(p || p_ref)"
+        text += f" + {config.kl_coef:g} k3(p || p_ref)"
     if config.entropy_coef:
         text += f" - {config.entropy_coef:g} entropy"
     text += "".join(f" + {term.__name__}" for term in TERMS if term.__name__ not in WRITTEN_TERMS)
@@ -103,8 +103,7 @@ def describe_ahead(config: Config) -> str:
     """Returns in one line how rollouts are drawn ahead, and how the loss treats that."""
     if not config.ahead:
         return ""
-    num_devices = config.devices.rollout_devices
-    where = f"on {num_devices} devices of their own" if num_devices else "on the same device"
+    where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
     return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
 

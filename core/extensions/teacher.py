@@ -46,6 +46,7 @@ from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.errors import UserError, counted
 
+MOST_TRUNCATED = 0.3  # share of completions; a step above it is warned of: see utils/metrics/health.py
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
 SHOWN = "A correct answer to the question that follows:\n\n"  # and a sibling's completion
 MARK = "lmpocontent"  # replaces a system message's text, to test that a template shows it
@@ -153,8 +154,7 @@ class TaughtLearner(Learner):
     @property
     def distribution(self) -> ComparedDistribution:
         """Returns the distribution that is sampled, compared with the teacher's."""
-        options = self.config.distill
-        beta = BETAS.get(options.distill, options.distill_beta)
+        beta = BETAS.get(self.config.distill.distill, 1.0)  # sampled: of no effect, since there are no logits
         return ComparedDistribution(**vars(self.config.sampling.distribution), beta=beta)
 
     def add_logprobs(
@@ -223,8 +223,8 @@ class TaughtLearner(Learner):
             coefficients = np.concatenate([update.minibatch.extras[COEFFICIENTS] for update in updates])
             finished = np.concatenate([update.minibatch.finished for update in updates])
             metrics["distill/rows_not_taught"] = float(np.mean(coefficients == 0))
-            if np.mean(~finished) > self.config.distill.max_length_growth:
-                metrics["distill/cut_off"] = float(np.mean(~finished))  # see utils/metrics/health.py
+            if np.mean(~finished) > MOST_TRUNCATED:
+                metrics["distill/cut_off"] = float(np.mean(~finished))
         return metrics
 
 

@@ -198,9 +198,8 @@ class Run:
 
     def check_disk(self, state: TrainState) -> None:
         """Measures the bytes of a save. Raises: UserError, in every process, if the disk has no room for it."""
-        dtype = self.config.save_dtype
         arrays = [x for name, x in state.params.items() if name != CRITIC]
-        self.model_bytes = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in jax.tree.leaves(arrays))
+        self.model_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays))
         self.state_bytes = 0 if self.bucket else sum(x.nbytes for x in jax.tree.leaves(state))
         free, problem = shutil.disk_usage(self.directory).free, ""
         if self.layout.is_main and self.model_bytes + self.state_bytes > free:
@@ -363,8 +362,7 @@ class Run:
             card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
         folder, tokenizer = self.directory / name, self.saved_tokenizer()
         if LAYERS in params:
-            dtype = self.config.save_dtype
-            save_model(folder, self.model, params, tokenizer, dtype, layout.fetch, layout.is_main, card)
+            save_model(folder, self.model, params, tokenizer, layout.fetch, layout.is_main, card)
         else:
             save_adapters(folder, self.model, params, tokenizer, self.base, layout.fetch, layout.is_main, card)
 
@@ -432,7 +430,7 @@ class Run:
         if num_bytes > free:
             models = f"{counted(num_models, 'model')} of {gigabytes(self.model_bytes)} GB"
             states = f"{NUM_STATES + 1} states of {gigabytes(self.state_bytes)} GB"
-            advice = "give --keep N, a larger --save_interval or --save_dtype bfloat16"
+            advice = "give --keep N or a larger --save_interval"
             what = f"{models} and {states}, and {gigabytes(free)} GB are free"
             lines.append(f"warning: the disk of {self.directory} has no room for {what}: {advice}")
         return lines

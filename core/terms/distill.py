@@ -19,7 +19,7 @@ from utils.settings.options import option
 
 SELF, SIBLING = "self", "sibling"
 SAMPLED = "sampled"
-BETAS = {"forward": 0.0, "reverse": 1.0}
+BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # by --distill: see `divergence`
 COEFFICIENTS = "teacher_coefficients"  # batch.extras[...] [B]: of the teacher's term in each row
 LOGPROBS = "teacher_logprobs"  # batch.extras[...] [B, T]: of the drawn tokens, for --distill sampled
 
@@ -36,15 +36,10 @@ class DistillConfig:
     )
     distill: str = option(
         "reverse",
-        "Loss of --teacher, over the whole vocabulary; reverse: KL(p || q); forward: KL(q || p); jsd: see "
-        "--distill_beta. sampled: no loss of its own, but log q - log p of the sampled tokens is added to their "
-        "advantages",
-        [*BETAS, "jsd", SAMPLED],
-    )
-    distill_beta: float = option(
-        0.5,
-        "Weight beta of the mixture m = (1 - beta) p + beta q of --distill jsd, whose loss is (1 - beta) KL(p || m) + "
-        "beta KL(q || m)",
+        "Loss of --teacher, over the whole vocabulary; reverse: KL(p || q); forward: KL(q || p); jsd: the mean of "
+        "KL(p || m) and KL(q || m), m = (p + q) / 2. sampled: no loss of its own, but log q - log p of the sampled "
+        "tokens is added to their advantages",
+        [*BETAS, SAMPLED],
     )
     distill_coef: float = option(
         1.0, "Coefficient of the divergence in the loss; with --distill sampled, of the addition to advantages"
@@ -58,9 +53,6 @@ class DistillConfig:
         0.0,
         "Decay per step of the average of policies that --teacher self uses; 0: no average, the policy of each step",
     )
-    max_length_growth: float = option(
-        0.3, "Share of completions truncated at --num_generation_tokens; a run with --teacher warns above this share"
-    )
 
 
 def check_distillation(config: DistillConfig, advantage: str, group_size: int) -> None:
@@ -72,16 +64,9 @@ def check_distillation(config: DistillConfig, advantage: str, group_size: int) -
          "--advantage none learns nothing without --teacher: give --teacher, or another advantage"),
         (not config.teacher and options != [],
          f"--{' --'.join(options)} has no effect without --teacher: give --teacher, or leave it out"),
-        (not 0 < config.distill_beta < 1,
-         f"--distill_beta {config.distill_beta} must be above 0 and below 1: correct it, or choose one of its ends, "
-         "--distill forward or reverse"),
-        ("distill_beta" in options and config.distill != "jsd",
-         f"--distill_beta has no effect with --distill {config.distill}: give --distill jsd, or leave it out"),
         (config.distill_coef <= 0, f"--distill_coef {config.distill_coef} must be above 0: raise it"),
         (not 0 <= config.teacher_decay < 1,
          f"--teacher_decay {config.teacher_decay} must be from 0 to below 1: correct it"),
-        (not 0 <= config.max_length_growth <= 1,
-         f"--max_length_growth {config.max_length_growth} must be from 0 to 1: correct it"),
         (config.teacher_decay > 0 and not is_self,
          "--teacher_decay averages the policies of --teacher self: give --teacher self, or leave it out"),
         (is_self and not config.teacher_prefix and not config.teacher_decay,

@@ -18,12 +18,6 @@ from models.names import Adapters, Array, Params, Policy, Weights
 from utils.settings.errors import refuse
 from utils.settings.options import option
 
-KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
-    "k1": lambda x: x,
-    "k2": lambda x: x**2 / 2,
-    "k3": lambda x: jnp.exp(-x) + x - 1,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
@@ -34,12 +28,10 @@ class ReferenceConfig:
         "Coefficient of the KL divergence from the reference model: the policy at the start of the run, adapters "
         "included. If above 0, a copy of its trained parameters is kept in memory; 0: off",
     )
-    kl_estimator: str = option(
-        "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
-    )
     kl_in: str = option(
         "loss",
-        "Place of the KL divergence of --kl_coef; loss: a term of the loss; reward: a penalty on the reward",
+        "Place of the KL divergence of --kl_coef; loss: a term of the loss, by the estimator k3; reward: a penalty on "
+        "the reward, by k1",
         ["loss", "reward"],
     )
 
@@ -52,11 +44,6 @@ def check_kl(config: ReferenceConfig) -> None:
     """Raises UserError for options of the KL divergence that contradict one another."""
     refuse([
         (config.kl_coef < 0, f"--kl_coef {config.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
-        (config.kl_in == "loss" and config.kl_estimator == "k1",
-         "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
-        (config.kl_in == "reward" and config.kl_estimator not in ("", "k1"),
-         f"--kl_estimator {config.kl_estimator} has no effect with --kl_in reward, which subtracts log p - log p_ref: "
-         "leave it out"),
     ])  # fmt: skip
 
 
@@ -78,14 +65,18 @@ def reference_kl(
     """Returns the KL's term of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
     if config.kl_coef is None:
         return jnp.zeros(()), {}
-    log_ratio = outputs.logprobs - zero_outside_mask(batch.ref_logprobs, batch)
+    kl = k3(outputs.logprobs - zero_outside_mask(batch.ref_logprobs, batch))
     if config.kl_in == "reward":
-        return jnp.zeros(()), {"kl": token_mean(KL["k3"](log_ratio), batch)}
-    kl = KL[config.kl_estimator or "k3"](log_ratio)
+        return jnp.zeros(()), {"kl": token_mean(kl, batch)}
     return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), {"kl": token_mean(kl, batch)}
 
 
+def k3(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Estimate of KL(p || p_ref) from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html."""
+    return jnp.exp(-x) + x - 1
+
+
 def kl_penalty(batch: Batch, config: ReferenceConfig) -> Float[np.ndarray, "B T"]:
-    """Penalty subtracted from the reward of each token under --kl_in reward."""
+    """Penalty subtracted from the reward of each token under --kl_in reward: log p - log p_ref, the estimator k1."""
     x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
     return np.float32(config.kl_coef) * x

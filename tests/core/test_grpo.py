@@ -254,7 +254,7 @@ MISTAKES = [
     ({"ppo_minibatch": 3}, "--ppo_minibatch 3 does not divide"),
     ({"temperature": 0}, "give one above 0 for training"),
     ({"advantage": "best_k", "best_k": 5}, "--best_k 5 is more than --group_size 4"),
-    ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss"),
+    ({"kl_coef": -0.1}, "--kl_coef -0.1 must not be negative"),
     ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
     ({"env_name": "cuntdown"}, "there is no environment 'cuntdown' (did you mean countdown?): choose one of countdown"),
     ({"env_options": "color=red"}, "no option 'color'"),

@@ -44,8 +44,7 @@ LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"]
 REFUSES_NORMALIZATION = ("gae", "best_k")
 KL = {
     "no KL": {},
-    "k2 in the loss": {"kl_coef": 0.1, "kl_estimator": "k2"},
-    "k3 in the loss": {"kl_coef": 0.1, "kl_estimator": "k3"},
+    "KL in the loss": {"kl_coef": 0.1},
     "KL in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
 }
 
@@ -180,7 +179,7 @@ ADVANTAGE_FLAGS = [
     {"do_truncation_filter": True, "do_group_filter": False, "do_global_normalization": True},
     {"best_k": 1, "gamma": 0.9, "gae_lambda": 0.7},
     {"best_k": 3, "gamma": 0.5, "gae_lambda": 0.0},
-    {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.9},
+    {"kl_coef": 0.3, "kl_in": "reward", "gamma": 0.9},
     {"kl_coef": 0.3, "kl_in": "reward", "do_truncation_filter": True, "do_global_normalization": True},
 ]
 LOSS_FLAGS = [
@@ -656,7 +655,7 @@ def test_metrics(objective, kl):
     }
     if config.kl_coef:
         x = p - np.float64(batch.ref_logprobs)[mask]
-        expected["kl"] = (x**2 / 2 if config.kl_estimator == "k2" else k3(x)).mean()
+        expected["kl"] = k3(x).mean()
     assert_distribution(found.pop("importance_ratio_histogram"), found.pop("importance_ratio_q99"), p - old)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
@@ -720,9 +719,6 @@ def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]
         ({"value_clip": -0.2}, "--value_clip"),
         ({"kl_coef": -0.1}, "--kl_coef"),
         ({"best_k": 0}, "--best_k"),
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss has an expected gradient of zero"),
-        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_in": "reward"}, "--kl_estimator k2"),
-        ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "reward"}, "--kl_estimator k3"),
         ({"objective": "dppo", "importance_correction": "mask"}, "--importance_correction"),
         ({"advantage": "turn_mean", "kl_in": "reward", "kl_coef": 0.1}, "--advantage turn_mean works without"),
         ({"advantage": "turn_zscore", "do_global_normalization": True}, "--advantage turn_zscore works without"),
@@ -775,7 +771,6 @@ def test_description_is_the_formula_and_nothing_unread(objective, normalization)
         ({"importance_correction": "mask", "importance_floor": 0.5}, ", x w by token, 0 outside [0.5, 2]"),
         ({"off_policy_mask": 0.1}, ", 0 where A < 0 and mean log(p_sample / p) > 0.1"),
         ({"kl_coef": 0.1}, " + 0.1 k3(p || p_ref)"),
-        ({"kl_coef": 0.1, "kl_estimator": "k2"}, " + 0.1 k2(p || p_ref)"),
         ({"kl_coef": 0.1, "kl_in": "reward"}, "; r = reward - 0.1 log(p / p_ref)"),
         ({"entropy_coef": 0.01}, " - 0.01 entropy"),
         ({"do_mask_importance_ratio": True}, ", 0 where p / p_old >= 2"),

@@ -45,8 +45,8 @@ def test_a_length_reward_is_a_part_of_the_return():
 
 def test_settings_become_options_of_the_environment():
     assert EnvConfig().flags == {}
-    flags = EnvConfig(data_dir="d", format_reward="tags", format_weight=0.5).flags
-    assert flags == {"data_dir": "d", "format_reward": "tags", "format_weight": 0.5}
+    flags = EnvConfig(data_dir="d", reward="f.py:r").flags
+    assert flags == {"data_dir": "d", "reward": "f.py:r"}
 
 
 def test_truncated_replies_pay_what_the_environment_says():

@@ -363,10 +363,10 @@ def test_parameters_are_cut_as_the_layout_says(tmp_path):
     assert_trees_all_equal(params, load(FIXTURES / "qwen3-tied")[1])
 
 
-def test_dtypes_are_as_asked(tmp_path):
+def test_dtypes_are_those_of_the_parameters(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
-    save_model(tmp_path / "bfloat16", model, params, tokenizer, dtype="bfloat16")
+    save_model(tmp_path / "bfloat16", model, jax.tree.map(lambda x: x.astype("bfloat16"), params), tokenizer)
     saved_model, saved_params, _ = load_model(tmp_path / "bfloat16", param_dtype="", remat="none")
     assert {x.dtype.name for x in jax.tree.leaves(saved_params)} == {"bfloat16"}
     assert saved_model.remat == "none"

@@ -110,7 +110,6 @@ def test_parameter_groups_have_own_rates_and_one_schedule():
     config = OptimizerConfig(
         optimizer="muon",
         lr=0.3,
-        init_lr_frac=0.05,
         lr_schedule="linear",
         b1=0.8,
         adam_eps=1e-10,
@@ -127,7 +126,7 @@ def test_parameter_groups_have_own_rates_and_one_schedule():
         "up_proj": 0.02,
     }  # the others: --lr
     for name in history[0]:
-        peak = 0.05 * next((rate for part, rate in peaks.items() if part in name), 0.3)
+        peak = next((rate for part, rate in peaks.items() if part in name), 0.3)
         # AdamW moves by its rate where the gradient never changes; of the identity all singular values are equal.
         direction = orthogonalized(np.eye(D)) if "up_proj" in name else 1.0
         for i, share in enumerate([1, 0.75, 0.5, 0.25]):
@@ -146,7 +145,7 @@ def test_parameter_groups_have_own_rates_and_one_schedule():
 
 def test_description():
     params = random_tree(SHAPES)
-    muon = {"optimizer": "muon", "init_lr_frac": 0.05}
+    muon = {"optimizer": "muon", "lr": 5e-8, "matrix_lr": 1e-3, "embedding_lr": 0.01, "unembedding_lr": 2e-4}
     assert describe_optimizer(OptimizerConfig(**muon, lr_schedule="linear", warmup_steps=3), params) == (
         "Muon for matrices (288) at 0.001, AdamW for the embedding (60) at 0.08, the head (60) at 0.0016, "
         "the rest (72) at 5e-08, linear after 3 steps of warm-up"
@@ -214,29 +213,17 @@ def test_adafactor_factors_each_layer_by_rows_and_columns():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_a_quadratic_loss_falls(optimizer):
-    """Each parameter is to become 1; and a first moment in bfloat16 takes nearly the same way."""
-
-    def run(mu_dtype):
-        rates = {
-            "lr": 0.05,
-            "matrix_lr": 0.2,
-            "embedding_lr": 0.005,
-            "unembedding_lr": 0.005,
-        }
-        config = OptimizerConfig(optimizer, mu_dtype=mu_dtype, weight_decay=0, **rates)
-        moments = jax.eval_shape(make_optimizer(config).init, params)
-        wide = {x.dtype.name for path, x in jax.tree.leaves_with_path(moments) if ".mu" in jax.tree_util.keystr(path)}
-        assert wide == (set() if optimizer == "adafactor" else {mu_dtype or "float32"})
-        return train(config, params, lambda params: jax.tree.map(lambda x: x - 1, params), total_steps=20)
-
-    params = random_tree(SHAPES)
-    exact = run("")
-    for name, x in exact[0].items():
-        assert np.square(exact[-1][name] - 1).sum() < 0.7 * np.square(x - 1).sum(), name
-    if optimizer != "adafactor":
-        for name, x in run("bfloat16")[-1].items():
-            moved = np.linalg.norm(exact[-1][name] - exact[0][name])
-            assert 0 < np.linalg.norm(x - exact[-1][name]) < 0.02 * moved, name
+    """Each parameter is to become 1."""
+    rates = {
+        "lr": 0.05,
+        "matrix_lr": 0.2,
+        "embedding_lr": 0.005,
+        "unembedding_lr": 0.005,
+    }
+    config = OptimizerConfig(optimizer, weight_decay=0, **rates)
+    history = train(config, random_tree(SHAPES), lambda params: jax.tree.map(lambda x: x - 1, params), total_steps=20)
+    for name, x in history[0].items():
+        assert np.square(history[-1][name] - 1).sum() < 0.7 * np.square(x - 1).sum(), name
 
 
 # Layout
@@ -266,7 +253,7 @@ def four_devices() -> Layout:
 
 def test_the_second_update_does_not_compile():
     assert_compiled_once(single_device())
-    assert_compiled_once(single_device(), optimizer="muon", mu_dtype="bfloat16")
+    assert_compiled_once(single_device(), optimizer="muon")
 
 
 @pytest.mark.slow
@@ -279,7 +266,6 @@ def test_the_second_update_does_not_compile_on_four_devices():
     [
         {"matrix_lr": -1.0},
         {"embedding_lr": -1.0},
-        {"init_lr_frac": -0.1},
         {"b1": 1.0},
         {"adam_eps": 0.0},
     ],

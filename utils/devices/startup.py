@@ -44,7 +44,7 @@ class DeviceConfig:
     mesh: str = option(
         "",
         "Mesh of devices as axis=size with commas between, as in fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8 "
-        "devices; empty: by --sharding",
+        "devices; with --ahead 1: of the first devices, which train while all others sample; empty: by --sharding",
         resumable=True,
     )
     rollout_tp: int = option(
@@ -52,18 +52,6 @@ class DeviceConfig:
         "Number of devices that share a copy of the weights for sampling, sharded as tp shards them: the mesh's tp, or "
         "tp times fsdp, or a divisor of fsdp if tp is 1; tokens differ by rounding only; 0: as few as leave "
         "room for rows",
-        resumable=True,
-    )
-
-
-@dataclass(frozen=True)
-class TrainDeviceConfig(DeviceConfig):
-    """Devices of training."""
-
-    rollout_devices: int = option(
-        0,
-        "Number of devices, the last ones, that sample rollouts with --ahead 1, while the others (--mesh) train; 0: "
-        "one device does both",
         resumable=True,
     )
 
@@ -78,44 +66,48 @@ def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
     return arrange_mesh(config, join_devices(model_dir))
 
 
-def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
-    """Returns the meshes that train and that draw rollouts: with --rollout_devices two, else twice the same.
+def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
+    """Returns the meshes that train and that sample rollouts: the same one, unless several devices sample ahead.
+
+    Then the devices of --mesh, the first ones, train, and the others sample.
 
     Raises: UserError, as `make_layout`, and if rollouts cannot be sampled ahead on these devices.
     """
     devices = join_devices(model_dir)
-    num_rollout = config.rollout_devices
+    num_training = math.prod(parse_mesh(config.mesh).values()) if config.mesh else 0
     if is_ahead:
-        check_ahead(num_rollout, len(devices))
-    if not num_rollout:
+        check_ahead(num_training, len(devices))
+    if not is_ahead or len(devices) == 1:
         layout = arrange_mesh(config, devices)
         return layout, layout
-    layout = arrange_mesh(config, devices[:-num_rollout])
+    layout = arrange_mesh(config, devices[:num_training])
+    num_rollout = len(devices) - num_training
     tp = config.rollout_tp or layout.mesh.shape["tp"]
     if num_rollout % tp:
-        flag = "--rollout_tp" if config.rollout_tp else "--mesh or --sharding"
+        flag = "--rollout_tp" if config.rollout_tp else "--mesh"
         raise UserError(
-            f"--rollout_devices {num_rollout} is no multiple of the tp={tp} of {flag}: give a multiple of it"
+            f"--mesh {config.mesh} leaves {counted(num_rollout, 'device')} to sample, no multiple of the tp={tp} of "
+            f"{flag}: give sizes that leave a multiple of it"
         )
     mesh = f"data={num_rollout // tp},tp={tp}"
-    return layout, arrange_mesh(replace(config, mesh=mesh), devices[-num_rollout:])
+    return layout, arrange_mesh(replace(config, mesh=mesh), devices[num_training:])
 
 
-def check_ahead(num_rollout: int, num_devices: int) -> None:
-    """Raises UserError if rollouts cannot be sampled ahead on these devices.
+def check_ahead(num_training: int, num_devices: int) -> None:
+    """Raises UserError if rollouts cannot be sampled ahead on these devices, of which --mesh has `num_training`.
 
     Programs that two threads launch on the same devices could begin in another order on each of them. If they send
     something to one another, both would wait forever.
     """
     if jax.process_count() > 1:
         raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: leave it out")
-    if num_devices > 1 and not 0 < num_rollout < num_devices:
+    if num_devices > 1 and not 0 < num_training < num_devices:
         raise UserError(
-            f"--ahead 1 on {num_devices} devices needs --rollout_devices, the number of devices that sample: give 1 to "
-            f"{num_devices - 1}"
+            f"--ahead 1 on {num_devices} devices needs a --mesh of 1 to {num_devices - 1}, which train while the "
+            f"others sample: give one, such as fsdp={num_devices // 2}"
         )
-    if num_rollout and num_devices == 1:
-        raise UserError("--rollout_devices needs several devices, and there is one: leave it out")
+    if num_training and num_devices == 1:
+        raise UserError("--mesh with --ahead 1 leaves other devices to sample, and there is one device: leave it out")
 
 
 def join_devices(model_dir: str = "") -> list[jax.Device]:

@@ -37,14 +37,14 @@ SYMPTOMS = (
             "only {now:.0%} of the completions end before the limit: raise --num_generation_tokens, or set "
             "--length_reward overlong or --do_truncation_filter 1"),
     Symptom("distill/cut_off", lambda now, *_: now > 0,
-            "{now:.0%} of the completions are truncated at the limit, more than --max_length_growth, and a policy "
-            "taught on these writes ever longer ones: keep it near the reference model by --kl_coef, raise "
-            "--num_generation_tokens, or set --do_truncation_filter 1"),
+            "{now:.0%} of the completions are truncated at the limit, and a policy taught on these writes ever "
+            "longer ones: keep it near the reference model by --kl_coef, raise --num_generation_tokens, or set "
+            "--do_truncation_filter 1"),
     Symptom("inference_recompute/logprob_diff", lambda now, start, _: now > max(0.02, 3 * start),
             "log-probabilities of sampler and trainer differ by {now:.2g} nats a token: set --importance_correction "
             "truncate, or --dtype float32"),
     Symptom("approx_kl", lambda now, *_: now > 0.1,
-            "the policy moves by a KL of {now:.2g} within a step: lower --lr or --ppo_epochs, or set --target_kl"),
+            "the policy moves by a KL of {now:.2g} within a step: lower --lr or --ppo_epochs"),
     Symptom("kl", lambda now, start, recent: now > max(1.0, 3 * recent),
             "the KL to the initial model has risen to {now:.2g} nats a token from {recent:.2g}: raise --kl_coef or "
             "lower --lr"),

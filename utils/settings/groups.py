@@ -18,10 +18,6 @@ class UpdateConfig:
     )
     ppo_minibatch: int = option(64, "Rollouts of one optimizer step; 0: the whole batch")
     ppo_epochs: int = option(1, "Passes of the optimizer over the batch of a step (epochs)")
-    target_kl: float = option(
-        0.0,
-        "Limit on the mean approx_kl of an epoch, nats per token: above it the step runs no further epoch; 0: no limit",
-    )
     do_inference_logprobs: bool = option(
         False,
         "Use the sampler's log-probabilities as the old ones, instead of computing them with the training graph",
@@ -31,8 +27,8 @@ class UpdateConfig:
         for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1: raise it")
-        if min(self.ppo_minibatch, self.target_kl) < 0:
-            raise UserError("--ppo_minibatch and --target_kl must not be negative: raise the one that is")
+        if self.ppo_minibatch < 0:
+            raise UserError("--ppo_minibatch must not be negative: raise it, or give 0 for the whole batch")
 
     @property
     def max_groups(self) -> int:
@@ -126,13 +122,6 @@ class RunConfig(SinkConfig):
     save_best: bool = option(
         False,
         "Copy the model with the best held-out return so far, step 0 included, to <save_dir>/best",
-        resumable=True,
-    )
-    save_dtype: str = option(
-        "",
-        "Data type of the weights in saved models; bfloat16, float16: half the space of float32, rounded; empty: as in "
-        "training",
-        ["", "float32", "bfloat16", "float16"],
         resumable=True,
     )
     save_rollouts: str = option(

@@ -209,7 +209,7 @@ def test_devices_of_their_own_draw_the_same(tmp_path):
     alone = tmp_path / "alone"
     apart = tmp_path / "apart"
     train_both(alone)
-    call = f"train_both(Path({str(apart)!r}), rollout_devices=1)"
+    call = f"train_both(Path({str(apart)!r}), mesh='fsdp=1')"
     wait(start_processes(f"from tests.core.extensions.test_ahead import *; {call}", 2))
     for name in APART:
         assert records(apart / name) == records(alone / name)
@@ -218,7 +218,6 @@ def test_devices_of_their_own_draw_the_same(tmp_path):
 def on_two_meshes(folder: Path) -> None:
     """Trains on fsdp=2 while data=2 draws, and goes on where the first command ended."""
     flags = {
-        "rollout_devices": 2,
         "mesh": "fsdp=2",
         "save_rollouts": "all",
         "save_interval": 1,
@@ -237,9 +236,9 @@ def test_two_meshes_draw_as_one_device(tmp_path):
 
 def refused_on_four_devices() -> None:
     for flags, words in (
-        ({}, "--ahead 1 on 4 devices needs --rollout_devices"),
-        ({"rollout_devices": 4}, "from 1 to 3"),
-        ({"rollout_devices": 1, "mesh": "fsdp=1,tp=3"}, "--rollout_devices 1 is no multiple of the tp=3"),
+        ({}, "--ahead 1 on 4 devices needs a --mesh of 1 to 3"),
+        ({"mesh": "fsdp=4"}, "needs a --mesh of 1 to 3"),
+        ({"mesh": "fsdp=1,tp=3"}, "leaves 1 device to sample, no multiple of the tp=3 of --mesh"),
     ):
         config = parse(Config, arguments(**FLAGS | flags))
         with pytest.raises(UserError, match=words):
@@ -258,7 +257,6 @@ def test_devices_that_do_not_fit_are_refused():
     ("flags", "message"),
     [
         ({"ahead": 2}, "--ahead 2 is refused"),
-        ({"ahead": 0, "rollout_devices": 1}, "give --ahead 1"),
         ({"do_mask_inference_ratio": 1}, "--do_mask_inference_ratio has no effect"),
         ({"objective": "reinforce"}, "--objective reinforce does not account for"),
     ],

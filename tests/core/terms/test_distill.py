@@ -220,13 +220,12 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
     # The head computes a few tokens at a time.
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 30 * MODEL.vocab_size)
     prefix = "rule" if kind in ("forward", SAMPLED) else SIBLING
-    beta = {"jsd": 0.3}.get(kind, 0.5)
     coef = 20.0 if kind == "jsd" else 0.5  # far apart, models have a JSD of nearly its maximum: small gradients
-    learner = taught(prefix=prefix, distill=kind, distill_beta=beta, distill_coef=coef)
+    learner = taught(prefix=prefix, distill=kind, distill_coef=coef)
     gradient, metrics = taught_gradient(learner)
     is_taught = np.array(SIBLINGS) >= 0 if prefix == SIBLING else np.ones(8)
     prefixes = sibling_prompts(fresh_batch()) if prefix == SIBLING else PROMPTS
-    expected, told = whole_gradient(kind, BETAS.get(kind, beta), prefixes, is_taught)
+    expected, told = whole_gradient(kind, BETAS.get(kind, 1.0), prefixes, is_taught)
     assert_same_gradient(gradient, jax.tree.map(lambda x: coef * x, expected))
     if kind != SAMPLED:
         assert_close(metrics["distill/divergence"], told["distill/divergence"], 2000, 20)
@@ -347,7 +346,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(flags, tmp_path):
     [
         {"teacher": FIXTURES / "qwen3-wide-heads"},  # beside the rewards, which are often equal
         {"teacher": FIXTURES / "qwen3-wide-heads", "distill": SAMPLED, "advantage": "batch_zscore"},
-        {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd", "distill_beta": 0.2},
+        {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd"},
         {"teacher": FIXTURES / "lora-qwen3", "lora_rank": 2, "kl_coef": 0.1, "ppo_epochs": 2},
         {"teacher": "self", "teacher_prefix": SIBLING, "num_generation_tokens": 4},
         {"teacher": "self", "teacher_decay": 0.5, "distill": SAMPLED},
@@ -394,8 +393,6 @@ REFUSED = {
     "--advantage none": "learns nothing without --teacher",
     "--teacher self": "is the policy itself",
     "--teacher x --teacher_decay 0.9": "give --teacher self",
-    "--teacher x --distill jsd --distill_beta 1": "above 0 and below 1",
-    "--teacher x --distill_beta 0.2": "no effect with --distill reverse",
     "--teacher x --distill_coef 0": "must be above 0",
     "--teacher x --top_k 5": "compares whole distributions",
     "--teacher x --advantage best_k": "drops the other completions",
