@@ -5,6 +5,7 @@
 What the script does not write, such as a dead link, is corrected by hand.
 """
 
+import importlib
 import itertools
 import re
 import statistics
@@ -111,6 +112,21 @@ def test_the_drawing_of_the_loop_is_of_today(tmp_path):
     files = [text for text in texts if "/" in text]
     assert len(files) == 6
     assert all((ROOT / file).exists() for file in files)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("config", "Config"), ("sft", "SFTConfig"), ("eval", "EvalCommand"), ("sampling", "SamplingCommand")],
+)
+def test_each_option_is_on_a_page_of_docs(module: str, name: str):
+    """A guide tells what it is for; pages of measurements and help texts do not count."""
+    from utils.settings.config import options_of  # which needs more than this file's own command
+
+    guides = [read(page) for page in DOCS if "/lab/" not in page]
+    told = set(re.findall(r"--(\w+)", " ".join(guides)))
+    options = options_of(getattr(importlib.import_module(f"core.{module}"), name))
+    assert len(options) > 20
+    assert not options.keys() - told
 
 
 def test_each_picture_is_on_a_page():
