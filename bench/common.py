@@ -25,6 +25,7 @@ from models.tokenizer import GENERATION_CONFIG, load_tokenizer, read_json
 from utils.devices.sharding import Layout
 from utils.files import write_json
 from utils.metrics.jsonl import JSON
+from utils.runs.origin import find_cpu
 from utils.settings.options import option
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,7 +158,7 @@ def environment(*packages: str) -> dict[str, str | int]:
     """Returns device, threads and versions that figures come from."""
     facts = {
         "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}",
-        "machine": platform.machine(),
+        "cpu": find_cpu(),
         "threads": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }

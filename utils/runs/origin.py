@@ -52,11 +52,13 @@ class Origin:
 
 
 def find_cpu() -> str:
+    """Returns the name of the CPU, with family and model, which tell apart CPUs that are all named "AMD EPYC"."""
+    lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return names[0] if names else platform.machine()
-    return platform.processor() or platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return f"{name} family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else name
 
 
 def now() -> str:
