@@ -37,8 +37,8 @@ from core.sampler import SEGMENT
 from models import attention, decoder
 from models.architecture import Decoder, is_spec
 from models.attention import KeyHeads, RowHeads, View
-from models.decoder import HeadInputs
 from models.distribution import Distribution, TokenOutputs
+from models.logits import LMHeads, TargetColumns
 from models.names import Array
 from models.optimizers import make_optimizer
 from utils.batching import MicrobatchShape
@@ -79,9 +79,9 @@ def attend_at_once(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, *_: object
 
 
 def sum_of_states(
-    _: Decoder, distribution: Distribution, weights: PyTree, rows: HeadInputs, num_targets: Array | None
+    _: Distribution, heads: LMHeads, columns: TargetColumns, num_targets: Array | None, is_trained: bool
 ) -> TokenOutputs:
-    total = rows.hidden.sum(-1)
+    total = columns.states.sum(-1)
     return TokenOutputs(total, total)
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from bench import compiled, hlo
 from bench.common import shape
-from models import decoder
 from models.architecture import Decoder
+from models.logits import LOGIT_ELEMENTS
 from models.names import Params
 from utils.devices.sharding import gather, on_each, single_device
 from utils.settings.config import with_options
@@ -303,7 +303,7 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes, teacher):
     largest = max(
         each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE
     )
-    assert largest <= max(decoder.LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
+    assert largest <= max(LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
     assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
     gathered = [each.elements for each in hlo.collectives(program.hlo)]
     assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4

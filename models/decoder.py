@@ -7,7 +7,7 @@ Letters: B rows, T tokens of a row, S cache columns, V vocabulary, L layers, H q
 a head, D width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +32,7 @@ from models.attention import (
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
 from models.distribution import Distribution, TokenOutputs
 from models.experts import Route, choose_experts, mix_experts, read_experts
+from models.logits import LMHeads, TargetColumns, chunked_outputs, project
 from models.lora import adapt, with_adapters
 from models.names import (
     CRITIC,
@@ -68,7 +69,6 @@ from models.packing import (
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
-from utils.batching import padding_of
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
 
 if TYPE_CHECKING:
@@ -277,13 +277,6 @@ def embed(model: Decoder, params: Params | Weights, tokens: Int[Array, "B T"]) -
 def head(model: Decoder, params: Params | Weights, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Computes float32 logits of hidden states; the weight is cast here, so that its gradient is summed in float32."""
     return project(params[head_name(model)], rms_norm(model, x, params[NORM]))
-
-
-def project(weight: Float[Array, "V D"], x: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Computes float32 logits of normed states, by products in their dtype."""
-    logits = jnp.matmul(x, weight.astype(x.dtype).T, preferred_element_type=jnp.float32)
-    columns = [None] * (x.ndim - 2)
-    return constrain(logits, "rows", *columns, "vocab")
 
 
 def head_name(model: Decoder) -> str:
@@ -606,7 +599,6 @@ def target_hidden(
     return to_token_columns(rms_norm(model, hidden, params[NORM]), packing)
 
 
-LOGIT_ELEMENTS = 1 << 27  # logits at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
 
 
@@ -614,15 +606,6 @@ class RowInputs(NamedTuple):
     """Rows of target tokens: inputs of layers, the tokens, the ids that could be sampled there, and extras of each."""
 
     layers: LayerInputs
-    targets: Int[Array, "B T"]
-    support: Int[Array, "B T S"] | None
-    extras: Extras
-
-
-class HeadInputs(NamedTuple):
-    """Columns of target tokens: the hidden state before each one, the token, ids that could be sampled, and extras."""
-
-    hidden: Hidden
     targets: Int[Array, "B T"]
     support: Int[Array, "B T S"] | None
     extras: Extras
@@ -676,63 +659,12 @@ def row_outputs(
     """
     hidden = apply_layers(model, weights, rows.layers)
     packing = rows.layers.packing
-    inputs = HeadInputs(target_states(hidden, packing), rows.targets, rows.support, rows.extras)
-    return chunked_outputs(model, distribution, weights, inputs, packing.num_targets if packing else None)
-
-
-def chunked_outputs(
-    model: Decoder,
-    distribution: Distribution,
-    weights: PolicyParams,
-    rows: HeadInputs,
-    num_targets: Int[Array, "S"] | None = None,
-) -> TokenOutputs:
-    """Returns the outputs for columns, from LOGIT_ELEMENTS logits at a time.
-
-    No logits are made of the columns behind the first `num_targets` of all rows; None: all are targets.
-    """
-    name = head_name(model)
-    whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
-    weights = weights | {name: whole}
-    num_rows, num_columns = rows.targets.shape
-    num_heads = 1 + (TEACHER in weights)
-    most_columns = LOGIT_ELEMENTS // (num_heads * num_rows * model.vocab_size)
-    width = max(1, min(num_columns, most_columns))
-    num_chunks = -(-num_columns // width)
-    compute = partial(chunk_outputs, model, distribution, weights)
-    if num_chunks == 1:
-        return compute(rows)
-
-    def split(path: Sequence[object], x: Array) -> Array:
-        other_axes = [(0, 0)] * (x.ndim - 2)
-        padding = [(0, 0), (0, num_chunks * width - num_columns), *other_axes]
-        padded = jnp.pad(x, padding, constant_values=padding_of(path))
-        return rearrange(padded, "B (n w) ... -> n B w ...", w=width)
-
-    def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
-        return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
-
-    end = num_columns if num_targets is None else num_targets.max()
-
-    @jax.checkpoint
-    def needed_outputs(start_and_chunk: tuple[Int[Array, ""], HeadInputs]) -> TokenOutputs:
-        start, chunk = start_and_chunk
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, chunk))
-        return jax.lax.cond(start < end, compute, lambda chunk: nothing, chunk)
-
-    starts = jnp.arange(0, num_chunks * width, width)
-    outputs = jax.lax.map(needed_outputs, (starts, jax.tree.map_with_path(split, rows)))
-    return jax.tree.map(join, outputs)
-
-
-def chunk_outputs(
-    model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
-) -> TokenOutputs:
-    """Returns the outputs for columns, from the logits of all of them at once; a teacher's are of its own states."""
-    logits, extras = head(model, weights, chunk.hidden), chunk.extras
-    if TEACHER in weights:
-        extras = extras | {TEACHER: project(weights[TEACHER], extras[TEACHER])}
-    return distribution.outputs(logits, chunk.targets, chunk.support, extras)
+    states = rms_norm(model, target_states(hidden, packing), weights[NORM])
+    own = gather(weights[head_name(model)], (model.vocab_size, model.hidden_size), model.dtype)
+    is_trained = not isinstance(weights[LAYERS], list)  # below adapters it is not
+    columns = TargetColumns(states, rows.targets, rows.support, rows.extras)
+    num_targets = packing.num_targets if packing else None
+    return chunked_outputs(distribution, LMHeads(own, weights.get(TEACHER)), columns, num_targets, is_trained)
 
 
 def make_critic(model: Decoder, params: Params) -> PolicyParams:

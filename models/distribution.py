@@ -16,6 +16,7 @@ from utils.settings.errors import UserError
 from utils.threefry import threefry
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
+MANY_IDS = 1 << 14  # of a vocabulary; with fewer a lookup is faster, on a CPU by 8% of the softmax
 Logits = Float[Array, "*R V"]
 Uniforms = Float[Array, "*R 2"]
 Ids = Int[Array, "*R"]  # ids of tokens
@@ -193,6 +194,14 @@ def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
+def select_tokens(rows: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Float[Array, "R"]:
+    """Returns the entry of one token per row: of many ids by a sum, since the gradient of a lookup is another pass."""
+    if rows.shape[-1] < MANY_IDS:
+        return jnp.take_along_axis(rows, tokens[:, None], axis=-1)[:, 0]
+    is_chosen = jnp.arange(rows.shape[-1]) == tokens[:, None]
+    return jnp.where(is_chosen, rows, 0).sum(-1)
+
+
 def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
@@ -203,10 +212,10 @@ def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     rows = logits.reshape(-1, logits.shape[-1])
     top = jax.lax.stop_gradient(rows.max(-1, keepdims=True))
     shifted = rows - top
+    chosen = select_tokens(shifted, tokens.reshape(-1))
     mass = jnp.exp(shifted)
     total = mass.sum(-1)
     mean = (mass * shifted).sum(-1) / total
-    chosen = jnp.take_along_axis(shifted, tokens.reshape(-1, 1), axis=-1)[:, 0]
     normalizer = jnp.log(total)
     logprobs, entropies = chosen - normalizer, normalizer - mean
     return TokenOutputs(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))

@@ -17,7 +17,6 @@ from core import records
 from core.extensions.programs import zero_batch
 from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
-from models import decoder
 from models.distribution import Distribution
 from models.names import Array
 from tests.helpers import MODEL, assert_close, random_params, slow
@@ -90,7 +89,7 @@ def test_extras_reach_the_distribution_beside_their_tokens(monkeypatch):
     batch = random_batch()
     # A distribution that reads extras, a few tokens at a time.
     monkeypatch.setattr(Distribution, "outputs", with_temperatures)
-    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
+    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
     extras = {"of_row": rng.uniform(0.7, 1.5, 8), "of_token": rng.uniform(0.7, 1.5, batch.tokens.shape)}
     batch = replace(batch, extras=jax.tree.map(np.float32, extras))
     gradient, _ = update(batch, temperature=1.0)

@@ -191,7 +191,7 @@ def test_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     # The head computes so many columns at a time.
-    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
+    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
     score = partial(decoder.token_outputs, model, distribution=Distribution(0.7))
     logprobs, entropy, *_ = jax.jit(score)(params, tokens)
     assert_close(logprobs[:, 1:], reference, operations, size)

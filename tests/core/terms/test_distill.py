@@ -218,7 +218,7 @@ CASES = ["reverse", *slow("forward", "jsd", SAMPLED)]
 def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
     """Through micro-batches, packing and chunks of the head, with prompts of the teacher that differ by row."""
     # The head computes a few tokens at a time.
-    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 30 * MODEL.vocab_size)
+    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 30 * MODEL.vocab_size)
     prefix = "rule" if kind in ("forward", SAMPLED) else SIBLING
     coef = 20.0 if kind == "jsd" else 0.5  # far apart, models have a JSD of nearly its maximum: small gradients
     learner = taught(prefix=prefix, distill=kind, distill_coef=coef)
@@ -274,7 +274,7 @@ def test_siblings_that_succeeded():
 def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     """Neither in an update nor of the teacher, which has no logits before."""
     # The head computes a few tokens at a time.
-    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
+    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
     learner = taught(tokens=512)
     state, batch = learner.add_logprobs(first_state(learner), fresh_batch())
     batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, row=None)
