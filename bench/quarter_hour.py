@@ -1,7 +1,7 @@
-"""What a run says of its device, for bench/first_hour.sh: what it compiled, and how fast its steps were.
+"""What a run says of its device, for bench/quarter_hour.sh: what it compiled, how fast its steps were, what it learned.
 
-    python bench/first_hour.py model SHAPE FOLDER SHARE      # a random model; so much of its vocabulary ends a reply
-    python bench/first_hour.py run FOLDER                    # tables of programs.jsonl and metrics.jsonl
+    python bench/quarter_hour.py model SHAPE FOLDER SHARE    # a random model; so much of its vocabulary ends a reply
+    python bench/quarter_hour.py run FOLDER                  # tables of programs.jsonl and metrics.jsonl
 """
 
 import json
@@ -40,12 +40,21 @@ def program_table(file: Path) -> list[str]:
 
 
 def step_table(file: Path) -> list[str]:
-    """Returns a line for each metric, with a column for each step."""
-    steps = list(map(json.loads, file.read_text().splitlines()))
+    """Returns a line for each metric, with a column for each of the first steps, and for the last one."""
+    steps = [row for row in map(json.loads, file.read_text().splitlines()) if "times/step" in row]
+    steps = [*steps[:3], *steps[3:][-1:]]
     columns = ("step", *(str(step["global_step"]) for step in steps))
     known = {name: label for name, label in METRICS.items() if any(name in step for step in steps)}
     rows = [(label, *(step.get(name, "") for step in steps)) for name, label in known.items()]
     return markdown_table(columns, rows)
+
+
+def curve_table(file: Path) -> list[str]:
+    """Returns a line for each held-out evaluation, and none if there was none."""
+    tests = [row for row in map(json.loads, file.read_text().splitlines()) if "test_env/correct_answer" in row]
+    names = ("global_step", "times/run", "test_env/correct_answer", "test_env/length")
+    rows = [tuple(row.get(name, "") for name in names) for row in tests]
+    return markdown_table(("step", "s since the start", "held out, correct", "tokens"), rows) if rows else []
 
 
 def main(command: str, *arguments: str) -> None:
@@ -53,7 +62,8 @@ def main(command: str, *arguments: str) -> None:
         name, folder, share = arguments
         print(write_random_model(name, folder, float(share)))
         return
-    for name, table in {"programs.jsonl": program_table, "metrics.jsonl": step_table}.items():
+    tables = (("programs.jsonl", program_table), ("metrics.jsonl", step_table), ("metrics.jsonl", curve_table))
+    for name, table in tables:
         file = Path(arguments[0]) / name
         if file.exists():
             print("", *table(file), sep="\n")
