@@ -28,7 +28,7 @@ from envs import split_name, test_name
 from envs.base import DIALECTS, Env, Problem, Reply
 from envs.prompts import Encode, prompt_lengths
 from envs.scoring.shaping import RewardConfig
-from envs.settings import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
+from envs.settings import EnvConfig, RolloutSettings, also_evaluated, as_held_out, check_files, resolve_settings
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import sampling_room
 from models.messages import tool_schema
@@ -151,7 +151,7 @@ def evaluate_checkpoint(
             metrics, episodes, estimates = evaluate(
                 worker, params, config.eval.num_eval_tasks, num_samples, config.output.seed
             )
-        result = Result(name, settings.name, metrics, episodes.task_ids[::num_samples], estimates)
+        result = Result(name, settings.label, metrics, episodes.task_ids[::num_samples], estimates)
         results.append(result)
         if layout.is_main:
             print(writable(result.format_metrics(config.sampling.temperature), sys.stdout), flush=True)
@@ -243,11 +243,12 @@ def describe_scores(scores: Mapping[str, float]) -> str:
 
 
 def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
-    """Returns how the test split of each environment of --env_name is played."""
+    """Returns how the test split of each environment of --env_name is played, and those of --also_eval."""
     names = dict.fromkeys(test_name(name.strip()) for name in config.env.env_name.split(","))
     check_files(config.env, names)
     limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-    return [resolve_settings(replace(config.env, env_name=name), name, *limits) for name in names]
+    environments = [resolve_settings(replace(config.env, env_name=name), name, *limits) for name in names]
+    return also_evaluated(config.env, environments, config.eval.also_eval, *limits)
 
 
 def training_note(folder: Path, env: EnvConfig) -> str:

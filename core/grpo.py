@@ -58,7 +58,7 @@ from utils.threefry import make_key
 
 def main(config: Config) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
-    environments = resolve_environments(config.env, config.held_out, config.sampling)
+    environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
     arguments = config.lora, config.seed, layout
     model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
@@ -99,7 +99,7 @@ def train(
     if held_out and progress.step == 0:
         with run.interruptible():
             policy = learner.policy(state.params)
-            metrics, examples = evaluate_held_out(held_out, policy, config.eval, config.seed)
+            metrics, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
         progress = run.log_start(metrics, examples, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
@@ -132,7 +132,7 @@ def train(
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
             policy = learner.policy(state.params)
-            scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed)
+            scores, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
             run.write_held_out(step, examples)
             metrics |= scores
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)

@@ -303,7 +303,7 @@ def make_worker(
         if line and layout.is_main:
             print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
-    worker = RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+    worker = RolloutWorker(env, settings.label, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
     return replace(worker, **attached)
 
 
@@ -331,14 +331,17 @@ def evaluate(
 
 @waiting("held-out problems")
 def evaluate_held_out(
-    worker: RolloutWorker, params: Params, config: EvalConfig, seed: int
+    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int
 ) -> tuple[dict[str, float], Episodes]:
-    """Returns the scores on held-out problems under the names of the log, and their episodes.
+    """Returns the scores on held-out problems under the names of the log, and the episodes of the test environment.
 
-    The names are "test_env/...", and "times/test" for the seconds that it took.
+    The names are "test_env/...", of --also_eval "test_env.LABEL/...", and "times/test" for the seconds that it took.
     """
-    clock = time.perf_counter()
-    scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
-    metrics = {f"test_env/{name}": value for name, value in scores.items()}
+    clock, metrics, examples = time.perf_counter(), {}, {}
+    for role in (role for role in workers if role.startswith("test_env")):
+        limits = config.num_eval_tasks, config.num_eval_samples
+        scores, examples[role], _ = evaluate(workers[role], params, *limits, seed)
+        # A reply that is graded again has scores of its own names: LABEL/return.
+        metrics |= {f"{role}{'.' if '/' in name else '/'}{name}": x for name, x in scores.items()}
     metrics["times/test"] = time.perf_counter() - clock
-    return metrics, episodes
+    return metrics, examples["test_env"]

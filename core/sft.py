@@ -38,7 +38,7 @@ from envs import test_name
 from envs.data.messages import Messages
 from envs.own.written import DataConfig, read_written
 from envs.scoring.shaping import RewardConfig
-from envs.settings import EnvConfig, RolloutSettings, check_files, resolve_settings
+from envs.settings import EnvConfig, RolloutSettings, also_evaluated, check_files, resolve_settings
 from models.checkpoint import load_policy
 from models.conversations import Conversation, describe_prompts, encode_rows
 from models.lora import LoraConfig
@@ -171,7 +171,9 @@ def main(config: SFTConfig) -> None:
     if config.env.env_name:
         check_files(config.env, [config.env.env_name])
         limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-        played["test_env"] = resolve_settings(config.env, test_name(config.env.env_name), *limits)
+        test = resolve_settings(config.env, test_name(config.env.env_name), *limits)
+        played["test_env"], *others = also_evaluated(config.env, [test], config.eval.also_eval, *limits)
+        played |= {f"test_env.{settings.label}": settings for settings in others}
     run = SftRun(config, layout, {"env": data} | played, tests)
     arguments = config.lora, config.seed, layout
     model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
@@ -193,13 +195,13 @@ def main(config: SFTConfig) -> None:
         run.print(describe_optimizer(config.optimizer, state.params))
         for worker in workers.values():
             run.print(*worker.notes, *describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking))
-        train(config, run, workers.get("test_env"), learner, rows, held_out, state, progress)
+        train(config, run, workers, learner, rows, held_out, state, progress)
 
 
 def train(
     config: SFTConfig,
     run: SftRun,
-    worker: RolloutWorker | None,
+    workers: Mapping[str, RolloutWorker],
     learner: Learner,
     rows: Sequence[Conversation],
     held_out: Sequence[Conversation],
@@ -207,9 +209,9 @@ def train(
     progress: Progress,
 ) -> None:
     """Makes an update with each batch of rows; every epoch has them in a new order."""
-    if progress.step == 0 and (worker or held_out):
+    if progress.step == 0 and (workers or held_out):
         with run.interruptible():
-            metrics, examples, losses = evaluate(config, worker, learner, held_out, state)
+            metrics, examples, losses = evaluate(config, workers, learner, held_out, state)
         run.write_losses(0, losses)
         progress = run.log_start(metrics, examples, state, progress)
 
@@ -227,8 +229,8 @@ def train(
         metrics = run.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / len(rows)}
         metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
-        if (worker or held_out) and (is_last or is_due(progress.step, config.test_interval)):
-            scores, examples, losses = evaluate(config, worker, learner, held_out, state)
+        if (workers or held_out) and (is_last or is_due(progress.step, config.test_interval)):
+            scores, examples, losses = evaluate(config, workers, learner, held_out, state)
             run.write_losses(progress.step, losses)
             if examples is not None:
                 run.write_held_out(progress.step, examples)
@@ -257,7 +259,7 @@ def make_batch(rows: Sequence[Conversation]) -> Batch:
 
 def evaluate(
     config: SFTConfig,
-    worker: RolloutWorker | None,
+    workers: Mapping[str, RolloutWorker],
     learner: Learner,
     held_out: Sequence[Conversation],
     state: TrainState,
@@ -265,8 +267,8 @@ def evaluate(
     """Returns metrics, the environment's episodes, and the losses of held-out rows, as far as there are any."""
     clock, metrics, examples, losses = time.perf_counter(), {}, None, {}
     policy = learner.policy(state.params)
-    if worker:
-        metrics, examples = evaluate_held_out(worker, policy, config.eval, config.seed)
+    if workers:
+        metrics, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
     if held_out:
         batch = make_batch(held_out)
         logprobs = learner.compute_outputs(policy, batch).logprobs

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 
 from envs.base import Env
@@ -14,6 +15,7 @@ from utils.settings.errors import UserError, most_similar
 Options = dict[str, Value]
 
 REWARDS = ("reward", "reward_weights")  # options of every environment of one turn
+REGRADED = "regraded"  # option that --also_eval sets: environments that grade the same replies
 HELD_OUT = ("test", "valid")  # splits besides "train"; they end the names of environments
 # name: (module, class, options set by the name). A module is imported only when its environment is made, so grading
 # libraries are needed only if they are used. Each name also exists with "-test", for its held-out problems, and with
@@ -55,6 +57,7 @@ def make_env(name: str, **options: Value) -> Env:
         raise UserError(
             f"environment {base_name} has no -{split}: choose one of its splits, {', '.join(env_class.splits)}"
         )
+    regraded = parse_environments(str(options.pop(REGRADED, "")))
     style = {name: options.pop(name) for name in style_names() if name in options}
     takes_rewards = "reward" in inspect.signature(env_class).parameters
     rewards = {} if takes_rewards else {name: options.pop(name) for name in REWARDS if name in options}
@@ -67,6 +70,10 @@ def make_env(name: str, **options: Value) -> Env:
         )
     if rewards:
         env = with_rewards(env, base_name, **rewards)
+    if regraded:
+        from envs.regraded import Regraded
+
+        env = Regraded(env, {label: make_env(name, **options | own) for label, (_, own) in regraded.items()})
     return Styled(env, Style(**style)) if style else env
 
 
@@ -122,6 +129,19 @@ def own_options(name: str) -> set[str]:
 def style_names() -> list[str]:
     """Returns the options of `Style`."""
     return [field.name for field in dataclasses.fields(Style)]
+
+
+def parse_environments(text: str, flag: str = "--also_eval") -> dict[str, tuple[str, Options]]:
+    """Returns names and options by label: "gsm8k(form=any), aime" has the labels "gsm8k(form=any)" and "aime"."""
+    found = {}
+    for label in filter(None, map(str.strip, re.split(r",(?![^()]*\))", text))):
+        match = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", label)
+        if not match:
+            raise UserError(f"{flag}: {label!r} is no environment: give NAME or NAME(option=value)")
+        if label in found:
+            raise UserError(f"{flag} has {label} twice: leave one out")
+        found[label] = match[1], parse_options(match[2] or "", flag)
+    return found
 
 
 def parse_options(text: str, flag: str = "--env_options") -> Options:

@@ -1,17 +1,19 @@
 """Environments of a run and how each is played: resolved once from settings, environment and training."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
 from envs import (
     ENVS,
+    REGRADED,
     REWARDS,
     Options,
     make_env,
     option_names,
     own_options,
+    parse_environments,
     parse_options,
     split_name,
     test_name,
@@ -23,6 +25,7 @@ from utils.settings.options import option
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # limits that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+GRADING = {"form", "partial"}  # options by which --also_eval grades the same replies again
 CODE = {"reward": "", "episode": "", "sandbox": "on"}  # options that run code with the user's rights; the safe value
 FILES = ("data_dir", *REWARDS, "episode")  # flags that go to each environment with such an option
 
@@ -168,10 +171,16 @@ class RolloutSettings:
     max_new_tokens: int  # completion limit
     force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
     forced_answer: ForcedAnswer
+    written: str = ""  # in --also_eval
+
+    @property
+    def label(self) -> str:
+        """Returns the name of its scores and data: an environment may be played in several ways."""
+        return self.written or self.name
 
     def describe(self) -> str:
         """Returns the line that is printed at the start."""
-        return f"{self.name}: {self.manner}"
+        return f"{self.label}: {self.manner}"
 
     @property
     def manner(self) -> str:
@@ -188,6 +197,7 @@ class RolloutSettings:
             f"prefix {problem.prefix!r}" if problem.prefix else "",
             f"system prompt {shorten(system, 60)}" if system else "",
             "no chat template" if problem.plain else "",
+            f"graded also as {self.options[REGRADED]}" if REGRADED in self.options else "",
         ]
         return ", ".join(filter(None, facts))
 
@@ -200,7 +210,7 @@ def describe_environments(environments: Iterable[RolloutSettings]) -> list[str]:
     environments = list(environments)
     names: dict[str, list[str]] = {}
     for played in environments:
-        names.setdefault(played.manner, []).append(played.name)
+        names.setdefault(played.manner, []).append(played.label)
     lines = [f"{' and '.join(alike)}: {manner}" for manner, alike in names.items()]
     facts: list[str] = []
     for played in environments:
@@ -222,9 +232,11 @@ class SamplerLimits(Protocol):
 
 
 def resolve_environments(
-    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits
+    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits, also_eval: str = ""
 ) -> dict[str, RolloutSettings]:
     """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
+
+    The environments of --also_eval that are sampled have the roles "test_env.LABEL".
 
     Raises: UserError for what an environment does not take.
     """
@@ -234,7 +246,11 @@ def resolve_environments(
     environments = {"env": training}
     if held_out.test_env_name:
         name = test_name(held_out.test_env_name)
-        environments["test_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
+        test = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
+        environments["test_env"], *others = also_evaluated(config, [test], also_eval, *own_limits)
+        environments |= {f"test_env.{played.label}": played for played in others}
+    elif also_eval:
+        raise UserError(f"--also_eval {also_eval} has no effect without --test_env_name: name an environment by it")
     check_files(config, [settings.name for settings in environments.values()])
     return environments
 
@@ -277,6 +293,35 @@ def resolve_settings(
     if not is_requested and not is_possible:
         force = 0
     return RolloutSettings(name, options, env, limit, force, answer)
+
+
+def also_evaluated(
+    config: EnvConfig, environments: Sequence[RolloutSettings], also_eval: str, *limits: int
+) -> list[RolloutSettings]:
+    """Returns the environments, followed by those of --also_eval that are sampled.
+
+    One of --also_eval has the split of an environment of the same name, or the test split. If it differs from that
+    environment in GRADING only, it is not sampled: that environment grades each reply in both ways.
+
+    Raises: UserError for an unknown environment, and for an option that it does not take.
+    """
+    played = {settings.name: settings for settings in environments}
+    splits = {split_name(name)[0]: name for name in played}
+    others = []
+    for label, (name, own) in parse_environments(also_eval).items():
+        base_name, split = split_name(name)
+        name = splits.get(base_name, test_name(name)) if split == "train" else test_name(name)
+        before = played.get(name)
+        if before is None or before.env.max_turns > 1 or not GRADING.issuperset(own):
+            settings = resolve_settings(config, name, *limits, own, is_inherited=True)
+            others.append(replace(settings, written=label))
+            continue
+        if own.items() <= before.options.items():
+            raise UserError(f"--also_eval {label} is graded as {name} is: name another form, or leave it out")
+        labels = ",".join(filter(None, [str(before.options.get(REGRADED, "")), label]))
+        options = before.options | {REGRADED: labels}
+        played[name] = replace(before, options=options, env=make_env(name, **options))
+    return [*played.values(), *others]
 
 
 def try_own_code(options: Options) -> None:

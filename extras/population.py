@@ -245,7 +245,7 @@ def make_member(
     name: str, config: Config, layout: Layout, shared: SharedSampler, first: Member | None = None
 ) -> Member:
     """Returns a member, over the base of the first one if there is one already."""
-    environments = resolve_environments(config.env, config.held_out, config.sampling)
+    environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = MemberRun(config, layout, environments)
     run.num_members = len(shared.members)
     lora = replace(config.lora, lora_merge="never")

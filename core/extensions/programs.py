@@ -76,7 +76,7 @@ def run_programs(
     refills = group_counts(largest) if max_groups > largest else []
     for num_prompts in sorted({largest, *refills, max_groups % largest} - {0}):
         lists.append(rollout_programs(worker, params, num_prompts, group_size))
-    if tester := workers.get("test_env"):
+    for tester in (worker for role, worker in workers.items() if role.startswith("test_env")):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         lists.append(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
     return lists

@@ -177,7 +177,7 @@ class Run:
         """Returns fingerprints of the data and of the user's code, by name."""
         found: dict[str, str] = {}
         for played in self.environments.values():
-            found |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
+            found |= {played.label: fingerprint_env(played.env)} | fingerprint_code(played.env)
         return found
 
     def fingerprint_prompts(self) -> dict[str, str]:

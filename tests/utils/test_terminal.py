@@ -51,7 +51,7 @@ def test_an_evaluation_in_the_middle_of_a_run_says_what_it_is():
     worker = SimpleNamespace(num_eval_tasks=num_eval_tasks)
     config = SimpleNamespace(num_eval_tasks=1, num_eval_samples=1)
     with pytest.raises(KeyError, match="'held-out problems'"):
-        evaluate_held_out(worker, {}, config, 0)
+        evaluate_held_out({"test_env": worker}, {}, config, 0)
 
 
 def read_until_closed(terminal: int) -> str:

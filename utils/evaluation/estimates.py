@@ -99,10 +99,12 @@ def task_estimates(
     """
     correct = scores["correct_answer"] > 0
     num_samples = correct.shape[1]
+    gradings = [name.removesuffix("correct_answer") for name in scores if name.endswith("correct_answer")]
     ks = [k for k in range(2, num_samples + 1) if k <= 8 or k.bit_count() == 1 or k == num_samples]
     estimates = {name: x.mean(axis=1) for name, x in scores.items()}
-    estimates |= {f"pass@{k}": pass_at_k(correct, k) for k in ks}
-    estimates |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
+    for grading in gradings:  # the environment's own, without a prefix, and those of --also_eval
+        estimates |= {f"{grading}pass@{k}": pass_at_k(scores[f"{grading}correct_answer"] > 0, k) for k in ks}
+        estimates |= {f"{grading}best_of_{k}": best_of_k(scores[f"{grading}return"], k) for k in ks}
     if num_samples > 1 and any(answer is not None for answer in answers):
         votes = [answers[start : start + num_samples] for start in range(0, correct.size, num_samples)]
         shares = [majority(*samples) for samples in zip(votes, correct, strict=True)]

@@ -47,6 +47,12 @@ class EvalConfig:
     num_eval_samples: int = option(
         1, "Completions of each problem in an evaluation; it computes pass@k and best-of-n up to this number"
     )
+    also_eval: str = option(
+        "",
+        "Environments to evaluate besides, separated by commas. One that differs from the held-out one in form or "
+        "partial only, as gsm8k(form=any), grades the same replies again; others are sampled. Empty: none",
+        resumable=True,
+    )
 
     def __post_init__(self):
         if self.num_eval_tasks < -1 or self.num_eval_samples < 1:

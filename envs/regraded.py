@@ -1,0 +1,28 @@
+"""Replies of an environment graded in a second way: --also_eval of an environment whose form alone differs."""
+
+from collections.abc import Mapping, Sequence
+
+from envs.base import Env, Problem
+
+
+class Regraded(Env):
+    """An environment of one turn whose replies are graded by others too, which have the same problems.
+
+    `others`: by label. Their rewards stand behind the environment's own, as "LABEL/return" and "LABEL/correct_answer".
+    """
+
+    def __init__(self, env: Env, others: Mapping[str, Env]):
+        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "trials", "reward_row"):
+            setattr(self, name, getattr(env, name))
+        self.env, self.others = env, others
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return self.score_group(problem, [text])[0]
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
+        rewards = self.env.score_group(problem, texts)
+        for label, other in self.others.items():
+            again = other.score_group(problem, texts)
+            named = [{f"{label}/{name}": x for name, x in reward.items()} for reward in again]
+            rewards = [own | more for own, more in zip(rewards, named, strict=True)]
+        return rewards
