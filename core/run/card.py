@@ -33,7 +33,7 @@ SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
 LOSS = "test_data/loss"  # metric of core/sft.py
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
-LICENSE = ("license", "license_name", "license_link")
+ORIGIN = ("base_model", "license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TEMPLATE = """\
 ---
@@ -94,13 +94,13 @@ class ModelCard:
         return hide_passwords(card)
 
     def metadata(self) -> dict[str, JSON]:
-        """Returns the front matter, as the hub defines it; a base model that is a local folder has no name there."""
+        """Returns the front matter, as the hub defines it; a base in a local folder has the name that its card states."""
         _, tags = METHODS[self.script]
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(tags)}
         base_model = str(self.settings["model_dir"])
         is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
         base = {"base_model": base_model} if is_hub_id else {}
-        return base | find_license(base_model) | metadata
+        return find_origin(base_model) | base | metadata
 
     def facts(self, progress: Progress) -> dict[str, JSON]:
         """Returns the base, steps and sampling of the run, and how training and evaluations are played."""
@@ -171,8 +171,8 @@ def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> d
     return limit | {"do_sample": True} | {name: settings[name] for name in DISTRIBUTION}
 
 
-def find_license(base_model: str) -> dict[str, JSON]:
-    """Returns the license that the base model's own card states, in the hub's fields; nothing if it states none."""
+def find_origin(base_model: str) -> dict[str, JSON]:
+    """Returns base and license that the base model's own card states, in the hub's fields; those that it states."""
     from huggingface_hub import try_to_load_from_cache  # here: so that errors of options are printed at once
 
     folder = find_local(base_model)
@@ -180,7 +180,7 @@ def find_license(base_model: str) -> dict[str, JSON]:
         file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
         _, metadata, _ = re.split(r"^---\s*$", Path(file).read_text(), maxsplit=2, flags=re.MULTILINE)
         card = dict(load_yaml(metadata, CARD))
-        return {name: str(card[name]) for name in LICENSE if name in card}
+        return {name: card[name] for name in ORIGIN if isinstance(card.get(name), str)}
     return {}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from core.run.card import find_license
+from core.run.card import find_origin
 from models.checkpoint import SHORT_NAMES, find_model
 from models.files import CARD
 from runs import real_model
@@ -107,7 +107,8 @@ def test_card_names_upstream_license_and_repacking(packed, index, tmp_path):
     card = (tmp_path / "models" / NAME / CARD).read_text()
     for fact in ("owner/Small", "AWQ, then Q4_K_M", source.sha256, "not the official weights", "lmpo-test-part2 1.0"):
         assert fact in card, fact
-    assert find_license(str(tmp_path / "models" / NAME)) == {"license": "apache-2.0"}
+    folder = str(tmp_path / "models" / NAME)
+    assert find_origin(folder) == {"base_model": "owner/Small", "license": "apache-2.0"}, "cards of trained models"
 
 
 def test_interrupted_download_goes_on_behind_the_last_whole_wheel(packed, index, tmp_path):
