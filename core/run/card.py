@@ -94,7 +94,7 @@ class ModelCard:
         return hide_passwords(card)
 
     def metadata(self) -> dict[str, JSON]:
-        """Returns the front matter, as the hub defines it; a base in a local folder has the name that its card states."""
+        """Returns the front matter, as the hub defines it; a base in a local folder has the name on its card."""
         _, tags = METHODS[self.script]
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(tags)}
         base_model = str(self.settings["model_dir"])
