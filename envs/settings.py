@@ -312,16 +312,24 @@ def also_evaluated(
         base_name, split = split_name(name)
         name = splits.get(base_name, test_name(name)) if split == "train" else test_name(name)
         before = played.get(name)
-        if before is None or before.env.max_turns > 1 or not GRADING.issuperset(own):
-            settings = resolve_settings(config, name, *limits, own, is_inherited=True)
-            others.append(replace(settings, written=label))
-            continue
-        if own.items() <= before.options.items():
-            raise UserError(f"--also_eval {label} is graded as {name} is: name another form, or leave it out")
-        labels = ",".join(filter(None, [str(before.options.get(REGRADED, "")), label]))
-        options = before.options | {REGRADED: labels}
-        played[name] = replace(before, options=options, env=make_env(name, **options))
+        try:
+            if before is None or before.env.max_turns > 1 or not GRADING.issuperset(own):
+                settings = resolve_settings(config, name, *limits, own, is_inherited=True)
+                others.append(replace(settings, written=label))
+            else:
+                played[name] = regraded(before, own, label)
+        except UserError as error:
+            raise UserError(f"--also_eval {label}: {error}") from error
     return [*played.values(), *others]
+
+
+def regraded(settings: RolloutSettings, own: Options, label: str) -> RolloutSettings:
+    """Returns an environment that grades each reply by other options, too. Raises UserError if they are its own."""
+    if own.items() <= settings.options.items():
+        raise UserError(f"{settings.name} is graded so already: name another form, or leave it out")
+    labels = ",".join(filter(None, [str(settings.options.get(REGRADED, "")), label]))
+    options = settings.options | {REGRADED: labels}
+    return replace(settings, options=options, env=make_env(settings.name, **options))
 
 
 def try_own_code(options: Options) -> None:

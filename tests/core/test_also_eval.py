@@ -78,11 +78,11 @@ def test_replies_are_sampled_again_unless_the_grading_alone_differs(also_eval, t
     [
         ("gms8k(form=any)", "there is no environment 'gms8k' .did you mean gsm8k"),
         ("gsm8k(form=anything)", "form=anything: choose one of tags, boxed, hash, any"),
-        ("gsm8k(shape=any)", "gsm8k has no option 'shape'"),
+        ("gsm8k(shape=any)", r"--also_eval gsm8k\(shape=any\): environment gsm8k has no option 'shape'"),
         ("gsm8k(form=any", "'gsm8k.form=any' is no environment: give NAME or"),
         ("gsm8k(form)", "'form' is not name=value"),
         ("aime,aime", "--also_eval has aime twice: leave one out"),
-        ("gsm8k", "--also_eval gsm8k is graded as gsm8k-test is: name another form"),
+        ("gsm8k", "--also_eval gsm8k: gsm8k-test is graded so already: name another form"),
     ],
 )
 def test_environment_or_form_that_does_not_exist_is_refused_by_name(also_eval, message):
