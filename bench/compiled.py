@@ -12,8 +12,7 @@
     python bench/compiled.py --target h200 --kinds 1 --groups_per_batch 64 --group_size 8 --ppo_minibatch 128 \
         --num_generation_tokens 400 --inference_batch_per_device 512                       # CPU seconds of compiling
 
-Rollouts in the tables are of the sampler before pages, a dense cache with a row for each slot; `--kinds` compiles the
-programs of a run as it is.
+Rollouts in the tables have as many pages as their rows need when all are as long as can be, each with pages of its own.
 
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
@@ -50,12 +49,11 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import Figure, report, shape, write_figures
 from core import learner
-from core import sampler as sampling
-from core.chains.pages import PAGE
+from core.chains.pages import PAGE, decode_pages, prefill_pages
 from core.config import Config
 from core.extensions import programs as of_run
 from core.extensions import teacher as teachers
-from core.extensions.programs import sampler_programs, update_programs
+from core.extensions.programs import page_programs, update_programs
 from core.extensions.teacher import TaughtLearner
 from core.learner import Learner
 from core.sampler import Sampler, SamplingConfig
@@ -178,6 +176,8 @@ PLUGINS = {"cuda": ("jax_plugins", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)
 CONFIG = Config()
 GB = 1e9
 GPUS_OF_A_HOST = 8
+WEIGHT_PROGRAMS = ("decode_weights", "layer_adapters", "merge")
+PAGE_PROGRAMS = (prefill_pages.__name__, decode_pages.__name__)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -243,16 +243,6 @@ class Imagined(Layout):
     def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
         return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
-
-
-class OneSegment(Sampler):
-    """A sampler whose completions are a single segment, so that its program has the whole cache."""
-
-    def segments(self) -> list[int]:
-        return [self.max_new_tokens]
-
-    def cache_columns(self, num_tokens: int) -> int:
-        return self.max_new_tokens
 
 
 def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:
@@ -438,36 +428,27 @@ def rows(layout: Layout, *sizes: int, dtype: DTypeLike = jnp.int32) -> jax.Shape
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.rows if sizes else layout.replicated)
 
 
-def cache_elements(model: Decoder, layout: Layout, num_slots: int, width: int) -> int:
-    """Returns the elements that one device holds of the keys of a layer."""
-    heads = model.num_key_value_heads // layout.mesh.shape["tp"]
-    return num_slots // layout.row_shards * heads * width * model.head_dim
+def paged_sampler(config: Config, model: Decoder, layout: Layout, num_slots: int) -> Sampler:
+    """Returns a sampler with pages for so many rows that are as long as can be."""
+    limits = {"max_prompt_tokens": config.sampling.prompt_length, "layout": layout}
+    paging = Paging(PAGE, num_slots=num_slots, adapts=False)
+    return Sampler(model, config.sampling.num_generation_tokens, (0,), paging=paging, **limits)
 
 
 def sampling_programs(
-    model: Decoder,
-    layout: Layout,
-    num_slots: int,
-    width: int,
-    group_size: int = 4,
-    prompt_columns: int = 64,
-    config: Config = CONFIG,
-    rollout: Layout | None = None,
+    config: Config, model: Decoder, layout: Layout, num_slots: int, rollout: Layout | None = None
 ) -> Iterator[Program]:
-    """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last.
+    """Compiles what a rollout runs, up to a segment of all slots, which is the last.
 
     `rollout`: the mesh that samples; None: the one that trains.
     """
-    sampler = OneSegment(model, width, (0,), prompt_columns=prompt_columns, layout=layout).on(rollout or layout)
-    num_prompts = num_slots // group_size
-    num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
-    programs = sampler_programs(sampler, policy_shapes(model, layout, config), num_prompts, group_size)
-    return compile_until(programs, sampling.decode_segment)
+    sampler = paged_sampler(config, model, layout, num_slots).on(rollout or layout)
+    return compile_until(page_programs(sampler, policy_shapes(model, layout, config), num_slots), decode_pages)
 
 
-def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, group_size: int = 4) -> Program:
-    """Compiles a segment of `width` steps and columns as the sampler runs it."""
-    return list(sampling_programs(model, layout, num_slots, width, group_size))[-1]
+def decode_segment(config: Config, model: Decoder, layout: Layout, num_slots: int) -> Program:
+    """Compiles a segment of all slots."""
+    return list(sampling_programs(config, model, layout, num_slots))[-1]
 
 
 def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
@@ -631,12 +612,9 @@ def measure_rollout(config: Command, model: Decoder, trained: Imagined, layout: 
 
 
 def rollout_programs(config: Command, model: Decoder, trained: Imagined, layout: Imagined) -> list[Program]:
-    """Compiles the programs of a rollout with the longest completions."""
-    prompt_columns = bucket(config.sampling.prompt_length)
-    num_columns = bucket(config.sampling.num_generation_tokens)
+    """Compiles the programs of a rollout."""
     num_slots = config.sampling.inference_batch_per_device * layout.row_shards
-    sizes = num_slots, num_columns, config.update.group_size, prompt_columns
-    return list(sampling_programs(model, trained, *sizes, config, layout))
+    return list(sampling_programs(config, model, trained, num_slots, layout))
 
 
 def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
@@ -644,11 +622,8 @@ def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
 
     A base that is sampled from itself counts as beside the state.
     """
-    by_name = {program.function: program for program in programs}
-    weights = bytes_on_device(by_name["prefill"].arguments[1])
-    gathering = weights + by_name["gather_cache"].peak
-    making = sum(by_name[name].added for name in ("decode_weights", "layer_adapters", "merge") if name in by_name)
-    return making, max(by_name["prefill"].peak, by_name["decode_segment"].peak, gathering)
+    making = sum(program.added for program in programs if program.function in WEIGHT_PROGRAMS)
+    return making, max(program.peak for program in programs if program.function in PAGE_PROGRAMS)
 
 
 def least_bytes(model: Decoder, layout: Layout, program: Program) -> tuple[float, float]:
@@ -656,9 +631,9 @@ def least_bytes(model: Decoder, layout: Layout, program: Program) -> tuple[float
 
     Experts as many as the rows of a device choose if all are equally likely.
     """
-    weights, prompts, caches = program.arguments[3:6]
-    num_rows = len(program.arguments[8]) // layout.row_shards
-    num_bytes = bytes_on_device((weights, prompts, caches))
+    weights, state, *_, keys = program.arguments[4:]
+    num_rows = len(keys) // layout.row_shards
+    num_bytes = bytes_on_device((weights, state))
     if not model.tie_word_embeddings:
         num_bytes -= bytes_on_device(weights[EMBED])
     num_bytes += num_rows * model.state_bytes // layout.mesh.shape["tp"]
@@ -846,11 +821,10 @@ def report_kinds(config: Command, target: str, name: str) -> None:
     run = plan_run(config, target, name, 1)
     model, layout, limit = run.model, run.layout, config.sampling.num_generation_tokens
     settings = model, make_optimizer(config.optimizer), layout, config, limit, run.tokens
-    paging = Paging(PAGE, num_slots=run.rows, adapts=False)
-    sampler = Sampler(model, limit, (0,), max_prompt_tokens=config.sampling.prompt_length, paging=paging, layout=layout)
+    sampler = paged_sampler(config, model, layout, run.rows)
     policy = make_policy(run.base, run.state.params)
     lists = of_run.learner_programs(Learner(*settings, base=run.base), run.state)
-    lists.append(of_run.page_programs(sampler, policy, run.rows))
+    lists.append(page_programs(sampler, policy, run.rows))
     seconds, seen = {}, set()
     for programs in lists:
         results = None

@@ -20,6 +20,7 @@ ITEMSIZE = {
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant"}  # instructions that move no data
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 SLICES = ("dynamic-slice", "gather", "slice")  # they read as much of their first operand as they return
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written over their first operand: which operand is new
 # "\n}" alone is in attributes; a TPU's threads stand behind the bracket.
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}(?:, [^\n]*)?$", re.S | re.M)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
@@ -143,7 +144,7 @@ def large_moves(hlo: str, num_elements: int) -> list[str]:
         if instruction.op in ("fusion", "call"):
             inner = [line for line in parsed[instruction.calls] if line.elements_in_memory >= num_elements]
             return all(is_update(line) for line in inner if line.op not in FREE)
-        return instruction.op == "dynamic-update-slice"
+        return instruction.op in UPDATES
 
     for name, body in loop_bodies(hlo).items():
         for line in body:
@@ -301,7 +302,8 @@ def loop_traffic(hlo: str, cache: int = 0) -> dict[str, Traffic]:
 def traffic(parsed: Computations, name: str, cache: int = 0) -> Traffic:
     """Returns the traffic of one run of a computation, with that of the loops in it.
 
-    What a kernel (custom-call) is given counts as read once, and slices count as much as they return.
+    What a kernel (custom-call) is given counts as read once, though it may be several of its operands. Slices count as
+    much as they return.
     """
     sources = {line.name: line for line in parsed[name]}
     cached = {line.name for line in parsed[name] if is_cached(parsed, name, line, cache)}
@@ -325,7 +327,8 @@ def traffic(parsed: Computations, name: str, cache: int = 0) -> Traffic:
             add({source.name: copied.num_bytes * (source.memory_bytes > 0)})
             written += copied.num_bytes * copied.is_in_memory
         else:
-            for i, operand in enumerate(line.operands):
+            operands = dict.fromkeys(line.operands) if line.op == "custom-call" else line.operands
+            for i, operand in enumerate(operands):
                 whole = sources[operand].memory_bytes if operand not in cached else 0
                 add({operand: bytes_used(parsed, name, line, i, whole)})
             if line.name not in cached:
@@ -369,7 +372,7 @@ def bytes_used(parsed: Computations, name: str, line: Instruction, i: int, whole
         return bytes_read(parsed, name, line.name, whole)
     if i == 0 and line.op in SLICES:
         return min(whole, line.num_bytes)
-    if i == 0 and line.op == "dynamic-update-slice":
+    if i == 0 and line.op in UPDATES:
         return 0
     if line.op == "fusion":
         inner = parsed[line.calls]
@@ -402,8 +405,8 @@ def find(lines: list[Instruction], name: str) -> Instruction:
 
 def bytes_written(parsed: Computations, name: str, line: Instruction, whole: int) -> int:
     """Returns the bytes that an instruction writes: of an update in place only what is new."""
-    if line.op == "dynamic-update-slice":
-        return min(whole, find(parsed[name], line.operands[1]).num_bytes)
+    if line.op in UPDATES:
+        return min(whole, find(parsed[name], line.operands[UPDATES[line.op]]).num_bytes)
     if line.op == "fusion":
         root = next(x for x in parsed[line.calls] if x.line.startswith("ROOT"))
         return bytes_written(parsed, line.calls, root, whole)

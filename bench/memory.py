@@ -3,8 +3,8 @@
     PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/memory.py --shapes Qwen3-0.6B,Qwen3-1.7B
 
 Needs what bench/compiled.py needs, cuDNN's libraries included. `update` and `optimizer` are the larger of the two
-programs' peaks with all that is held beside them; `sampling` holds the state, the copy that samples, the cache at full
-length and what decoding needs. All in GB (1e9 bytes).
+programs' peaks with all that is held beside them; `sampling` holds the state, the copy that samples, pages for all rows
+at full length, and what decoding needs. All in GB (1e9 bytes).
 """
 
 import sys
@@ -21,7 +21,6 @@ import jax
 from bench import compiled
 from bench.common import report, shape
 from core.config import Config
-from core.sampler import SamplingConfig
 from models.architecture import Decoder
 from models.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
@@ -56,18 +55,10 @@ class TableMemory(MemoryConfig):
 
 
 @dataclass(frozen=True)
-class TableSampling(SamplingConfig):
-    """Sampling."""
-
-    inference_batch_per_device: int = 64
-
-
-@dataclass(frozen=True)
 class Command(Config):
     """Memory of training."""
 
     table: TableConfig = group(TableConfig)
-    sampling: TableSampling = group(TableSampling)
     sampling: compiled.TableSampling = group(compiled.TableSampling)
     memory: TableMemory = group(TableMemory)
 
@@ -82,8 +73,8 @@ def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
     estimate = update_bytes(sizes, model, model.remat, largest)
     optimizer = compiled.apply_gradients(model, layout, config).peak
-    num_sampled = config.sampling.inference_batch_per_device
-    sampling = held + compiled.decode_segment(model, layout, num_sampled, width).peak
+    num_slots = config.sampling.inference_batch_per_device
+    sampling = held + compiled.decode_segment(config, model, layout, num_slots).peak
     return [x / GB for x in (held, update, estimate, optimizer, sampling)]
 
 

@@ -16,10 +16,13 @@ import pytest
 
 from bench import compiled, hlo
 from bench.common import shape
+from core import sampler as sampling
+from core.extensions.programs import chain_programs
+from core.sampler import Sampler
 from models.architecture import Decoder
 from models.logits import LOGIT_ELEMENTS
 from models.names import Params
-from utils.devices.sharding import gather, on_each, single_device
+from utils.devices.sharding import bytes_on_device, gather, on_each, single_device
 from utils.settings.config import with_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
@@ -33,7 +36,8 @@ def needs(target: str) -> pytest.MarkDecorator:
 
 needs_h200 = needs("h200")
 needs_tpu = needs("v5p")
-B, S = 256, 1024  # slots, columns of the cache
+B, S = 256, 1024  # slots, tokens of the longest row
+PROMPT = 64  # tokens
 ROWS, T = 4, 1024  # of each device, their columns
 MESHES = {
     "fsdp": {"fsdp": 8},
@@ -44,21 +48,40 @@ MODEL = shape("Qwen3-0.6B", dtype="bfloat16")
 FEW = replace(MODEL, num_hidden_layers=2)  # where layers are alike
 
 
-def assert_in_place(program: compiled.Program, model: Decoder, layout) -> None:
+def decode_segment(model: Decoder, layout: compiled.Imagined, num_slots: int, width: int) -> compiled.Program:
+    """Compiles a segment over pages of rows of `width` tokens."""
+    limits = {"prompt_length": PROMPT, "num_generation_tokens": width - PROMPT}
+    return compiled.decode_segment(with_options(compiled.CONFIG, **limits), model, layout, num_slots)
+
+
+def decode_in_step(model: Decoder, num_slots: int, width: int) -> compiled.Program:
+    """Compiles a segment of rows in step, as one CPU samples single replies, with `width` columns behind the prompt."""
+    layout = single_device()
+    limit = 8 * width  # the narrowest cache is an eighth of it
+    sampler = Sampler(model, limit, (0,), prompt_columns=PROMPT, block_sizes=(num_slots,), layout=layout)
+    policy = compiled.policy_shapes(model, layout, compiled.CONFIG)
+    programs = chain_programs(sampler, policy, num_slots, num_samples=4)
+    return list(compiled.compile_until(programs, sampling.decode_segment))[-1]
+
+
+def keys_of_a_layer(program: compiled.Program, num_layers: int) -> int:
+    """Returns the elements of the keys of a layer that a device holds."""
+    caches = program.arguments[5]
+    return bytes_on_device(caches) // jax.tree.leaves(caches)[0].dtype.itemsize // (2 * num_layers)
+
+
+def assert_in_place(program: compiled.Program, num_layers: int) -> None:
     """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
-    keys = jax.tree.leaves(program.arguments[5])[0]
-    assert keys.shape[2] == S
-    elements = compiled.cache_elements(model, layout, len(keys), S)
-    assert not hlo.large_moves(program.hlo, elements)
+    assert not hlo.large_moves(program.hlo, keys_of_a_layer(program, num_layers))
     assert hlo.loop_bodies(program.hlo)
-    cache = 2 * model.num_hidden_layers * elements * jnp.dtype(model.dtype).itemsize
-    assert program.temporaries < cache / 4
+    assert program.temporaries < bytes_on_device(program.arguments[5]) / 4
 
 
 @pytest.mark.parametrize("channels", [64, 32])
 def test_decoding_writes_the_cache_in_place_on_cpu(channels):
-    model = Decoder(512, 128, 256, 3, 4, 2, channels)
-    assert_in_place(compiled.decode_segment(model, single_device(), B, S), model, single_device())
+    program = decode_in_step(Decoder(512, 128, 256, 3, 4, 2, channels), B, S)
+    assert program.arguments[5][0][0].shape == (B, 2, S, channels)
+    assert_in_place(program, num_layers=3)
 
 
 def test_decoding_copies_no_experts_on_cpu():
@@ -74,7 +97,7 @@ def test_decoding_copies_no_experts_on_cpu():
         num_experts_per_tok=4,
         moe_intermediate_size=96,
     )
-    program = compiled.decode_segment(model, single_device(), 32, 256)
+    program = decode_in_step(model, 32, 256)
     assert hlo.loop_bodies(program.hlo)
     assert not hlo.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
 
@@ -190,8 +213,8 @@ def test_a_cache_that_is_copied_is_noticed():
 def test_decoding_writes_the_cache_in_place_on_an_h200():
     model = replace(MODEL, num_hidden_layers=12)
     layout = compiled.imagine("h200")
-    program = compiled.decode_segment(model, layout, B, S)
-    assert_in_place(program, model, layout)
+    program = decode_segment(model, layout, B, S)
+    assert_in_place(program, model.num_hidden_layers)
     least, _ = compiled.least_bytes(model, layout, program)
     step = max(hlo.loop_traffic(program.hlo, layout.target.cache).values(), key=lambda part: part.num_bytes)
     assert step.num_bytes < 1.05 * least, (step.num_bytes, least)
@@ -202,8 +225,8 @@ def test_decoding_writes_the_cache_in_place_on_an_h200():
 def test_eight_h200s_gather_nothing_for_a_token(sizes):
     model = FEW
     layout = compiled.imagine("h200", **sizes)
-    program = compiled.decode_segment(model, layout, B, S)
-    assert_in_place(program, model, layout)
+    program = decode_segment(model, layout, B, S)
+    assert_in_place(program, model.num_hidden_layers)
     sent = hlo.collectives(program.hlo)
     assert not [each.line for each in sent if not each.op.startswith("all-reduce")]
     # Two of a layer, one of the embedding; three to draw: largest logit, masses of blocks, logits of one block.
@@ -239,7 +262,7 @@ def test_a_step_reads_experts_once(target, num_rows, num_read):
     """Only those of its rows where these are few; and no matrices of experts are laid out anew for a segment."""
     layout = compiled.imagine(target)
     model = replace(MIXTURE, mesh=layout.mesh)
-    program = compiled.decode_segment(model, layout, num_rows, 64, group_size=1)
+    program = decode_segment(model, layout, num_rows, 2 * PROMPT)
     step = max(hlo.loop_traffic(program.hlo).values(), key=lambda part: part.num_bytes)
     one_expert = 2 * model.expert_parameters(1)
     assert compiled.expert_bytes(model, layout, program.hlo, step) == num_read * one_expert
@@ -256,8 +279,8 @@ def test_decoding_writes_the_cache_in_place_on_a_tpu(num_layers, num_rows):
     """
     layout = compiled.imagine("v5e")
     model = replace(MODEL, num_hidden_layers=num_layers)
-    program = compiled.decode_segment(model, layout, num_rows, S)
-    assert not hlo.large_moves(program.hlo, compiled.cache_elements(model, layout, num_rows, S))
+    program = decode_segment(model, layout, num_rows, S)
+    assert not hlo.large_moves(program.hlo, keys_of_a_layer(program, num_layers))
     least, _ = compiled.least_bytes(model, layout, program)
     step = max(hlo.loop_traffic(program.hlo).values(), key=lambda part: part.num_bytes)
     assert 0.9 * least < step.num_bytes < 1.05 * least

@@ -38,7 +38,6 @@ from utils.settings.options import option
 from utils.threefry import threefry
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
-FEWEST_SLOTS = 8
 PROMPTS = 8  # whose caches are computed at once
 
 

@@ -75,35 +75,6 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map_with_path(join, *trees)
 
 
-def live_slots(
-    slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int, fewest: int
-) -> Int[np.ndarray, "K"] | None:
-    """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
-
-    `slots` holds the row of each sampler slot (-1: empty), in equal shards; a row stays in its shard. The sizes of
-    shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until `fewest` slots are left in all. There are few sizes,
-    so all of them can be compiled ahead of time.
-    """
-    size = len(slots) // shards
-    is_live = slots >= 0
-    is_live[is_live] = ~done[slots[is_live]]
-    places = [shard * size + np.flatnonzero(live) for shard, live in enumerate(is_live.reshape(shards, size))]
-    smaller = smaller_size(size)
-    if smaller < max(-(-fewest // shards), *map(len, places)):
-        return None
-    kept = np.full((shards, smaller), -1)
-    for row, shard_places in zip(kept, places, strict=True):
-        row[: len(shard_places)] = shard_places
-    return kept.ravel()
-
-
-def smaller_size(size: int) -> int:
-    """Returns the next of ..., 256, 192, 128, 96, 64, 32, 16, ... below: steps of few rows cost hardly less."""
-    half = power_above(size) // 2
-    three_quarters = half * 3 // 2
-    return three_quarters if 64 < three_quarters < size else half
-
-
 class RowSizes(NamedTuple):
     """Prompts and lengths of rows, and the target tokens: those whose log-probability is computed."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int16, Shaped, UInt32
 
 from core.records import Completions
-from core.sampler import FEWEST_SLOTS, Drawn, SampledTokens, Sampler, draw_tokens
+from core.sampler import Drawn, SampledTokens, Sampler, draw_tokens
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -44,6 +44,7 @@ from utils.batching import few_widths, power_above, round_up
 from utils.settings.errors import UserError
 
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
+FEWEST_LANES = 8
 AT_ONCE = 8  # share of the slots that are free before rows take them, as a divisor
 FULL = 0.95  # of the pages, as expected: the rest is chance
 BINS = 64  # of lengths
@@ -587,7 +588,7 @@ def page_sizes(sampler: Sampler, num_rows: int, longest_prompt: int) -> PageSize
     lanes = [num_slots]
     if not paging.adapts:
         lanes = sorted({round_up(-(-num_slots // 4), num_shards), num_slots})
-    while paging.adapts and lanes[0] % (2 * num_shards) == 0 and lanes[0] > FEWEST_SLOTS:
+    while paging.adapts and lanes[0] % (2 * num_shards) == 0 and lanes[0] > FEWEST_LANES:
         lanes.insert(0, lanes[0] // 2)
     chunks = [(round_up(rows, num_shards), num_tokens) for rows, num_tokens in CHUNKS_ON_CPU if paging.adapts]
     chunks = chunks or [(round_up(rows, num_shards), n) for rows, n in CHUNKS if n < longest or n == CHUNKS[0][1]]

@@ -9,7 +9,6 @@ from functools import partial
 from typing import get_args, get_type_hints
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -31,14 +30,15 @@ from core.terms.distill import COEFFICIENTS, LOGPROBS, SAMPLED
 from envs.prompts import longest_prompt
 from models import decoder
 from models.architecture import Decoder
-from models.cache import Cache, gather_cache, take_rows
+from models.cache import Cache
 from models.checkpoint import layer_rows, take_layer
+from models.deltanet import RecurrentState
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, LAYERS, TEACHER, Extras, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
-from utils.batching import MicrobatchShape, bucket, empty_rows, few_widths, group_counts, live_slots, round_up
+from utils.batching import MicrobatchShape, bucket, empty_rows, group_counts
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import DEVICE, by_mesh, mix_bits
 from utils.devices.sharding import Layout, zeros
@@ -94,46 +94,7 @@ def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_
         return
     per_call = worker.prompts_per_call(num_tasks, num_samples)
     for num_prompts in {per_call, num_tasks % per_call} - {0}:
-        yield from sampler_programs(worker.sampler, params, num_prompts, num_samples)
-
-
-def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
-    """Yields each program that `generate` can need for `num_prompts` of `prompt_columns` tokens.
-
-    `params`: arrays or their shapes.
-    """
-    layout, model = sampler.layout, sampler.model
-    weights = yield from weight_programs(sampler, params)
-    if layout.is_single_cpu:
-        yield from block_programs(sampler, weights, num_prompts, num_samples)
-        return
-    size = round_up(num_prompts // sampler.num_chains(num_prompts), layout.row_shards)
-    starts = row_shape(layout, size)
-    prompts = row_shape(layout, size, sampler.prompt_columns)
-    cache = yield sampling.prefill, (model, weights, prompts, starts)
-    prompt_cache = decoder.without_states(cache)
-    width, num_slots = 0, size * num_samples
-    while num_slots:
-        smaller = num_slots_after(sampler, num_slots)
-        compacted = None
-        for steps, needed in dict.fromkeys(segment_shapes(sampler)):
-            slots = row_shape(layout, num_slots)
-            if needed > width:
-                cache = yield from gather_programs(layout, cache, num_slots, needed)
-                width = needed
-            keys = row_shape(layout, num_slots, 2, dtype=np.uint32)
-            forced = row_shape(layout, num_slots, steps)
-            settings = model, sampler.distribution, steps
-            state = np.int32(0), starts, slots, keys, forced
-            cache, _ = yield sampling.decode_segment, (*settings, weights, prompt_cache, cache, *state)
-            if smaller:
-                gathered = yield from gather_programs(layout, cache, smaller, width)
-                compacted = compacted or (gathered, width)
-        if smaller:
-            starts = row_shape(layout, smaller)
-            prompt_cache = yield from gather_programs(layout, prompt_cache, smaller, sampler.prompt_columns)
-            cache, width = compacted
-        num_slots = smaller
+        yield from chain_programs(worker.sampler, params, num_prompts, num_samples)
 
 
 def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 0) -> Programs:
@@ -157,15 +118,19 @@ def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 
         inputs = pages_of(num_rows), tokens, routes if model.num_experts else None
         state = yield prefill_pages, (model, weights, state, *inputs)
     settings = model, sampler.distribution, sizes.steps, sampler.stop_ids if model.delta else ()
-    for num_lanes in sizes.lanes:
+    for num_lanes in reversed(sizes.lanes):
         of_lanes = row_shape(layout, num_lanes)
         inputs = pages_of(num_lanes), of_lanes, of_lanes, row_shape(layout, num_lanes, 2, dtype=np.uint32)
         state, last_tokens, _ = yield decode_pages, (*settings, weights, state, last_tokens, *inputs)
 
 
-def block_programs(sampler: Sampler, weights: PyTree, num_prompts: int, num_samples: int) -> Programs:
-    """Yields each program that `Chain` can need on one CPU."""
+def chain_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
+    """Yields each program that `Chain` can need for `num_prompts` of `prompt_columns` tokens.
+
+    `params`: arrays or their shapes.
+    """
     layout, model = sampler.layout, sampler.model
+    weights = yield from weight_programs(sampler, params)
     shape = partial(row_shape, layout)
     num_chains = sampler.num_chains(num_prompts)
     sizes = {num_prompts // num_chains, -(-num_prompts // num_chains)}
@@ -189,9 +154,15 @@ def block_programs(sampler: Sampler, weights: PyTree, num_prompts: int, num_samp
 
 
 def cache_shape(layout: Layout, cache: Cache, num_rows: int, width: int) -> PyTree:
-    """Returns the shapes of a cache with other numbers of rows and columns."""
-    shapes = jax.eval_shape(partial(take_rows, width=width, pad=jnp.pad), cache, row_shape(layout, num_rows))
-    return jax.tree.map(lambda x: row_shape(layout, *x.shape, dtype=x.dtype), shapes)
+    """Returns the shapes of a cache with other numbers of rows and columns; a state has rows only."""
+
+    def take(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return row_shape(layout, num_rows, *x.shape[1:], dtype=x.dtype)
+
+    def take_columns(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return row_shape(layout, num_rows, x.shape[1], width, x.shape[3], dtype=x.dtype)
+
+    return [jax.tree.map(take if isinstance(kept, RecurrentState) else take_columns, kept) for kept in cache]
 
 
 def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
@@ -205,24 +176,6 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
     if model.merges_adapters:
         weights = yield sampling.merge, (weights,)
     return weights
-
-
-def gather_programs(layout: Layout, cache: Cache, num_slots: int, width: int) -> Programs:
-    """Yields the program of `resize_cache`, and returns the shapes of the new cache."""
-    return (yield gather_cache, (cache, row_shape(layout, num_slots), width))
-
-
-def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
-    """Returns the steps of each segment and the columns of the cache in it."""
-    steps = sampler.segments()
-    return list(zip(steps, (few_widths(n, sampler.max_new_tokens) for n in np.cumsum(steps).tolist()), strict=True))
-
-
-def num_slots_after(sampler: Sampler, num_slots: int) -> int:
-    """Returns the number of slots after the next compaction; 0: it cannot shrink."""
-    all_done = np.ones(num_slots, bool)
-    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards, sampling.FEWEST_SLOTS)
-    return 0 if kept is None else len(kept)
 
 
 def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:

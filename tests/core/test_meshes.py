@@ -17,19 +17,20 @@ from bench import hlo, scaling
 from core import grpo
 from core import sampler as sampling
 from core.advantages import ObjectiveConfig
+from core.chains.pages import decode_pages, prefill_pages
 from core.config import Config
 from core.extensions.notes import describe_padding
 from core.learner import accumulate, apply_gradients
 from core.records import Batch, Completions
 from core.sampler import Sampler
 from models import decoder
-from models.cache import gather_cache
 from models.checkpoint import load_model
 from models.distribution import Distribution
 from models.memory import weights_bytes
 from models.names import Params
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
+from models.pages import Pages, new_state
 from models.state import init_state
 from tests.helpers import (
     HYBRID,
@@ -294,23 +295,32 @@ def shardings_of_the_sampler(layout: Layout, params: Params) -> None:
     specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
     assert not any("fsdp" in spec or "data" in spec for spec in specs)
     assert any("tp" in spec for spec in specs)
-    zeros = np.zeros(16, np.int32)
-    starts = np.zeros(8, np.int32)
-    prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), starts)))
-    source = layout.put(np.arange(16, dtype=np.int32) // 2)
-    caches = gather_cache(prefix, source, 48)
+    zeros = layout.put(np.zeros(16, np.int32))
+    prefix, caches = (
+        sampling.prefill(MODEL, weights, layout.put(np.ones(size, np.int32)), zeros[: size[0]])
+        for size in ((8, 32), (16, 48))
+    )
     by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
-    text = gather_cache.lower(prefix, source, 48).compile().as_text()
-    assert not hlo.transfers(text, [0] * 8)
-    starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))
     decode = jax.jit(decoder.decode, static_argnums=0)
-    logits, *_ = decode(MODEL, weights, prefix, caches, rows[0][:, None], np.int32(0), starts)
+    logits, *_ = decode(MODEL, weights, prefix, caches, zeros[:, None], np.int32(0), zeros[:8])
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
-    settings = MODEL, Distribution(), 4
-    caches, (tokens, *_) = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
-    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
+
+    state = new_state(MODEL, layout, num_pages=32, page=8, num_slots=16)
+    by_pages = sharding_of(layout.mesh, (32, 8, 4, 8), ("rows", None, "kv_heads", None))
+    assert by_pages.shard_shape((32, 8, 4, 8)) == (8, 8, 2, 8)
+    in_shard = np.arange(16) % 4
+    table = 2 * in_shard[:, None] + np.arange(2)
+    columns, counts = np.zeros(16), np.full(16, 8)
+    pages, tokens = layout.put((Pages(*map(np.int32, (table, in_shard, columns, counts))), np.ones((16, 8), np.int32)))
+    state = prefill_pages(MODEL, weights, state, pages, tokens, None)
+    rows = zeros, zeros, layout.put(np.ones((16, 2), np.uint32))
+    arguments = MODEL, Distribution(), 4, (), weights, state, zeros, pages, *rows
+    text = decode_pages.lower(*arguments).compile().as_text()
+    assert {(x.kind, len(x.groups[0])) for x in hlo.transfers(text, [0] * 8)} == {("all-reduce", 2)}
+    state, _, (tokens, *_) = decode_pages(*arguments)
+    assert all(x.sharding.is_equivalent_to(by_pages, 4) for x in jax.tree.leaves(state))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
 
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chex import assert_trees_all_equal
 
 from core import grpo
 from core.records import Completions, Episodes
@@ -23,7 +22,7 @@ from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder, is_spec
-from models.cache import gather_cache, resize_cache
+from models.cache import gather_rows
 from models.checkpoint import save_model
 from models.deltanet import RecurrentState
 from models.lora import adapter_parameters, init_adapters, make_policy
@@ -218,20 +217,19 @@ def test_compilations_are_counted_once():
 
 
 def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
-    """The rows are those of a loop, as of the gather on devices."""
+    """Rows are as wide as is given: cut, or padded with zeros; a state is copied as it is."""
     model = Decoder(48, 24, 40, 3, 2, 1, 12)
     layout = single_device()
     rng = np.random.default_rng(0)
-    keys, values, conv, memory = (jnp.asarray(rng.random((4, 1, 5, size))) for size in (12, 12, 3, 7))
+    keys, values, conv, memory = (rng.random((4, 1, 5, size)) for size in (12, 12, 3, 7))
     params = jax.tree.map(lambda x: layout.put(np.ones(x[0])), model.parameter_table(), is_leaf=is_spec)
     caches = [(keys, values), RecurrentState(conv, memory)]
-    source = np.array([2, 0, 0, 3, 1, 1])
+    source = [2, 0, 0, 3, 1, 1]
     with Compilations() as compilations:
-        wider = resize_cache(layout, caches, source, 9)
-        (found_keys, _) = resize_cache(layout, caches, source, 4)[0]
+        wider = gather_rows([(caches, row) for row in source], 9)
+        (found_keys, _), _ = gather_rows([(caches, row) for row in source], 4)
         save_model(tmp_path / "model", model, params, load_tokenizer(ROOT / "models/tiny"))
         assert not compilations.programs
-    assert_trees_all_equal(wider, gather_cache(caches, layout.put(source), 9))
     for slot, row in enumerate(source):
         np.testing.assert_array_equal(found_keys[slot], keys[row, :, :4])
         np.testing.assert_array_equal(wider[1].memory[slot], memory[row])

@@ -18,7 +18,7 @@ from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
 from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder
-from models.cache import gather_cache
+from models.cache import gather_rows
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
 from models.families import COMMON, read_config, text_config
@@ -41,8 +41,8 @@ def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tu
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
     weights = decode_weights(model, params)
     prefix = prefill(model, weights, prompts[:, :-1], starts)
-    rows = single_device().put(np.arange(len(prompts), dtype=np.int32))
-    caches = gather_cache(prefix, rows, num_tokens)
+    on_host = jax.tree.map(np.asarray, prefix)
+    caches = gather_rows([(on_host, row) for row in range(len(prompts))], num_tokens)
     prefix = decoder.without_states(prefix)
     last = prompts[:, -1]
     tokens = []
