@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 ITEMSIZE = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4,
@@ -24,6 +25,7 @@ UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written over their first 
 # "\n}" alone is in attributes; a TPU's threads stand behind the bracket.
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}(?:, [^\n]*)?$", re.S | re.M)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # sizes, and an order of these axes
 
 
 class Buffer(NamedTuple):
@@ -241,22 +243,29 @@ def transfer_groups(line: Instruction, slices: Sequence[int]) -> tuple[tuple[int
         places = np.arange(len(slices)).reshape(len(set(slices)), -1)
         return tuple(map(tuple, places.T.tolist()))
     text = line.line
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
+    if match := re.search(rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({IOTA}\))? \{{(.*?)\}}", text):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        joined = re.findall(r"'(\w+)'", match[2])
-        return groups_of_axes(sizes, joined)
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        places = np.arange(math.prod(numbers(match[3]))).reshape(numbers(match[3]))
-        if match[4]:
-            places = places.transpose(numbers(match[4]))
+        joined = re.findall(r"'(\w+)'", match[4])
+        places = iota(match[2], match[3]) if match[2] else np.arange(math.prod(sizes.values()))
+        return groups_of_axes(places, sizes, joined)
+    if match := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={IOTA}", text):
+        places = iota(match[3], match[4])
         return tuple(map(tuple, places.reshape(int(match[1]), int(match[2])).tolist()))
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", text)
     return tuple(map(tuple, map(numbers, re.findall(r"\{([\d,]*)\}", listed[1]))))
 
 
-def groups_of_axes(sizes: Mapping[str, int], joined: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def iota(sizes: str, order: str | None) -> Int[np.ndarray, "..."]:
+    """Returns the numbers from 0 in an array of these sizes, its axes in another order if one is given."""
+    places = np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
+    return places.transpose(numbers(order)) if order else places
+
+
+def groups_of_axes(
+    places: Int[np.ndarray, "..."], sizes: Mapping[str, int], joined: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
     """Returns the places of a mesh of these sizes that differ along the joined axes only."""
-    places = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    places = places.reshape(list(sizes.values()))
     axes = [list(sizes).index(axis) for axis in joined]
     groups = np.moveaxis(places, axes, range(len(axes))).reshape(math.prod(sizes[axis] for axis in joined), -1)
     return tuple(map(tuple, groups.T.tolist()))

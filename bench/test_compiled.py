@@ -175,7 +175,8 @@ ENTRY %main (y: bf16[4,8]) -> bf16[4,8] {
   %loop = bf16[4,8]{1,0} while(%y), condition=%is_more, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %sum = bf16[4,8]{1,0} all-reduce-start(%loop), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
   %summed = bf16[4,8]{1,0} all-reduce-done(%sum)
-  ROOT %moved = bf16[4,8]{1,0} all-to-all(%summed), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}
+  %moved = bf16[4,8]{1,0} all-to-all(%summed), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}
+  ROOT %sent = bf16[4,8] collective-permute(%moved), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}
 }
 """
     slices = [0] * 4 + [1] * 4
@@ -186,8 +187,10 @@ ENTRY %main (y: bf16[4,8]) -> bf16[4,8] {
     assert found["reduce-scatter"] == hlo.Transfer("reduce-scatter", 5, 3 / 4 * whole, of_slices)
     assert found["all-reduce"] == hlo.Transfer("all-reduce", 1, part, ((0, 4), (1, 5), (2, 6), (3, 7)))
     assert found["all-to-all"] == hlo.Transfer("all-to-all", 1, 7 / 8 * part, (tuple(range(8)),))
+    pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert found["collective-permute"] == hlo.Transfer("collective-permute", 1, part, pairs)
     crossing = [each.crossing(slices) for each in found.values()]
-    assert crossing == [0, 0, part, 2 / 8 * 7 / 8 * part]
+    assert crossing == [0, 0, part, 2 / 8 * 7 / 8 * part, 0]
 
 
 def test_a_cache_that_is_copied_is_noticed():

@@ -207,7 +207,7 @@ def memory_table(config: Command, model: Decoder, layout: Layout) -> list[tuple[
         batch = random_batch(config, model.vocab_size, factor)
         zeros = np.zeros(batch.tokens.shape, np.float32)
         batch = replace(batch, advantages=zeros, denominator=zeros[:, 0], num_tokens=zeros[:, 0])
-        _, microbatch, packing = next(learner.chains(batch)[0])
+        _, microbatch, packing = next(learner.chains(batch, learner.shapes)[0])
         step = gigabytes(accumulate.lower(*settings, params, sums, microbatch, packing).compile())
         naive_step = gigabytes(naive.lower(*settings, params, params, batch).compile())
         B, T = batch.tokens.shape

@@ -139,6 +139,11 @@ class Learner:
         skips_padding = self.model.kernel in SKIPPING
         return choose_shapes(self.tokens_per_microbatch, self.row_length, self.most_rows, skips_padding)
 
+    @property
+    def shapes_without_gradients(self) -> tuple[MicrobatchShape, ...]:
+        """Returns the shapes without gradients, the larger one of each width: padding costs less than a program."""
+        return tuple({shape.width: shape for shape in reversed(self.shapes)}.values())[::-1]
+
     def add_logprobs(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
@@ -165,7 +170,7 @@ class Learner:
     def compute_outputs(self, params: Policy, batch: Batch) -> TokenOutputs:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
         by_name: dict[str, np.ndarray] = {}
-        chains = self.chains(batch)
+        chains = self.chains(batch, self.shapes_without_gradients)
         for rows, outputs in itertools.chain(*side_by_side(partial(self.chain_outputs, params), chains)):
             is_row = rows != EMPTY
             for name, x in outputs._asdict().items():
@@ -197,7 +202,7 @@ class Learner:
         minibatch = set_loss_denominators(
             minibatch, config.minibatch_size, self.num_generation_tokens, config.objective
         )
-        chains = self.chains(minibatch)
+        chains = self.chains(minibatch, self.shapes)
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
             (grads, loss), *others = sums
@@ -232,11 +237,11 @@ class Learner:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
-    def chains(self, batch: Batch) -> list[Iterator[PackedRows]]:
+    def chains(self, batch: Batch, shapes: Sequence[MicrobatchShape]) -> list[Iterator[PackedRows]]:
         """Returns the micro-batches of a batch, in a part for each chain of them; each is built when needed."""
         sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
         shards = self.layout.row_shards
-        plan = plan_microbatches(sizes, self.shapes, shards)
+        plan = plan_microbatches(sizes, shapes, shards)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
         def make_rows(plan: Sequence[Microbatch]) -> Iterator[PackedRows]:

@@ -207,9 +207,10 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     settings = model, config.objective.loss, learner.distribution
     weights = learner.base, taught.beside
     yield learners.accumulate, (*settings, params, sums, updated, packing, *weights)
-    if learner.has_old_logprobs:
+    is_without_gradients = shape in learner.shapes_without_gradients
+    if learner.has_old_logprobs and is_without_gradients:
         yield outputs_program(learner, learner.policy(params), batch, packing)
-    if config.objective.kl_coef:
+    if config.objective.kl_coef and is_without_gradients:
         yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
     yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
@@ -229,7 +230,7 @@ def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Pac
 def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
     """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
     policy = learner.teaching_policy(state)
-    for shape in learner.teacher.shapes:
+    for shape in learner.teacher.shapes_without_gradients:
         batch, packing = zero_batch(learner.teacher, shape)
         batch = replace(batch, support=None, routes=None, extras={})
         yield outputs_program(learner.teacher, policy, batch, packing)

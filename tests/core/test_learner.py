@@ -224,6 +224,17 @@ def test_first_ratio_is_one():
     assert_ratio_is_one(metrics)
 
 
+def test_log_probabilities_need_one_shape_of_each_width(monkeypatch):
+    """If attention skips padding there are two of one width, for rows that are left: gradients alone use the second."""
+    learner, batch = make_learner(), random_batch()
+    assert learner.shapes_without_gradients == learner.shapes
+    monkeypatch.setattr(learner_module, "SKIPPING", ("plain",))
+    assert len(learner.shapes) == 2
+    assert learner.shapes_without_gradients == learner.shapes[:1]
+    found = learner.compute_outputs(random_params(), batch).logprobs
+    assert_close(found[batch.mask], true_logprobs(batch)[batch.mask], SCORES)
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 8}, *slow({"top_p": 0.9}, {"min_p": 0.05})], ids=str)
 def test_first_ratio_is_one_if_sampling_is_truncated(cut):
     """Whether the old log-probabilities are recomputed or the sampler's."""

@@ -222,7 +222,7 @@ def nats_in_float64(logits: jax.Array, batch: Batch) -> float:
 
 def sums_of_microbatches(learner: Learner, params: Params, batch: Batch) -> tuple[Params, float]:
     """Returns the gradient and the loss that several micro-batches add up to."""
-    chains = [list(chain) for chain in learner.chains(batch)]
+    chains = [list(chain) for chain in learner.chains(batch, learner.shapes)]
     assert sum(map(len, chains)) > 1, "several micro-batches"
     gradient = jax.tree.map(jnp.zeros_like, params)
     loss = 0.0

@@ -232,7 +232,7 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
         assert metrics["loss"] == pytest.approx(coef * metrics["distill/divergence"], rel=1e-5), "and nothing else"
     assert_close(metrics["distill/teacher_logprob"], told["distill/teacher_logprob"], 2000, 20)
     batch = fresh_batch()
-    num_tokens = sum(packing.num_tokens for chain in learner.chains(batch) for *_, packing in chain)
+    num_tokens = sum(packing.num_tokens for chain in learner.chains(batch, learner.shapes) for *_, packing in chain)
     of_teacher = 0 if kind == SAMPLED else 2 * OTHER.vocab_size * OTHER.hidden_size * batch.mask.sum()
     expected = training_flops(MODEL, batch.lengths, num_tokens, batch.mask.sum()) + of_teacher
     assert metrics["speed/flops"] == pytest.approx(expected), "with the teacher's logits"
@@ -279,7 +279,7 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     state, batch = learner.add_logprobs(first_state(learner), fresh_batch())
     batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, row=None)
     batch = replace(batch, denominator=np.ones(8, np.float32), num_tokens=np.ones(8, np.float32))
-    ((_, *arrays),) = list(learner.chains(batch)[0])
+    ((_, *arrays),) = list(learner.chains(batch, learner.shapes)[0])
     microbatch, packing = learner.layout.put(arrays)
     sums = learner.zero_sums(state.params)
     settings = learner.model, CONFIG.objective.loss, learner.distribution, state.params, sums, microbatch, packing
