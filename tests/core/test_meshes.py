@@ -315,8 +315,8 @@ def shardings_of_the_sampler(layout: Layout, params: Params) -> None:
     columns, counts = np.zeros(16), np.full(16, 8)
     pages, tokens = layout.put((Pages(*map(np.int32, (table, in_shard, columns, counts))), np.ones((16, 8), np.int32)))
     state = prefill_pages(MODEL, weights, state, pages, tokens, None)
-    rows = zeros, zeros, layout.put(np.ones((16, 2), np.uint32))
-    arguments = MODEL, Distribution(), 4, (), weights, state, zeros, pages, *rows
+    last_tokens, *rows = layout.put((*np.zeros((3, 16), np.int32), np.ones((16, 2), np.uint32)))
+    arguments = MODEL, Distribution(), 4, (), weights, state, last_tokens, pages, *rows
     text = decode_pages.lower(*arguments).compile().as_text()
     groups = {frozenset(group) for transfer in hlo.transfers(text, [0] * 8) for group in transfer.groups}
     assert groups == {frozenset((i, i + 1)) for i in range(0, 8, 2)}, "rows stay on their device: tp alone sends"
