@@ -228,6 +228,7 @@ def test_log_probabilities_need_one_shape_of_each_width(monkeypatch):
     """If attention skips padding there are two of one width, for rows that are left: gradients alone use the second."""
     learner, batch = make_learner(), random_batch()
     assert learner.shapes_without_gradients == learner.shapes
+    # As if the kernel of this CPU skipped padding, as that of GPUs does.
     monkeypatch.setattr(learner_module, "SKIPPING", ("plain",))
     assert len(learner.shapes) == 2
     assert learner.shapes_without_gradients == learner.shapes[:1]
