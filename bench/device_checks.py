@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from bench.bitwise import token_gaps
 from bench.common import Figure, environment, make_prompts, report, shape
-from bench.sampler_gap import token_gaps
 from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.architecture import Decoder, is_spec

@@ -1,7 +1,7 @@
 """Sampler against trainer: how far their log-probabilities of the drawn tokens differ, for models of each family.
 
-    python bench/sampler_gap.py                                              # the small models of the tests
-    python bench/sampler_gap.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B     # a model of your own
+    python bench/bitwise.py                                              # the small models of the tests
+    python bench/bitwise.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B     # a model of your own
 
 The sampler decodes with a cache, in segments, and rows that end leave the others; the trainer computes whole rows, a
 mixture with the experts that the sampler took. Both compute in one of --dtypes, from the same float32 parameters.
