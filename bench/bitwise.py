@@ -1,46 +1,65 @@
-"""Sampler against trainer: how far their log-probabilities of the drawn tokens differ, for models of each family.
+"""Sampler against trainer: differences of the log-probabilities of sampled tokens, by dtype, cache and batch.
 
-    python bench/bitwise.py                                              # the small models of the tests
-    python bench/bitwise.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B     # a model of your own
+    python bench/bitwise.py                                                      # models/tiny
+    python bench/bitwise.py --model_dirs families --caches step --rows 64        # a small model of each family
+    python bench/bitwise.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B
 
-The sampler decodes with a cache, in segments, and rows that end leave the others; the trainer computes whole rows, a
-mixture with the experts that the sampler took. Both compute in one of --dtypes, from the same float32 parameters.
+The same 64 completions are sampled --rows at a time, with a KV cache, in segments. The trainer computes their old
+log-probabilities as a run does: whole rows, packed into micro-batches, an MoE model with the sampler's experts. Both
+compute from the same parameters. The cache "none" compares the trainer with itself, with micro-batches of --rows.
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from functools import partial
-
 import jax
 import numpy as np
+import optax
 from jaxtyping import Float
 
-from bench.common import ROOT, environment, make_prompts, report
+from bench.common import ROOT, Figure, environment, make_prompts, report
+from bench.grpo_step import make_batch
 from core.chains.pages import with_pages
-from core.sampler import Sampler
+from core.config import Config
+from core.learner import Learner
+from core.records import Completions
+from core.sampler import Sampler, sample_keys
+from models.architecture import Decoder
 from models.checkpoint import load_model
-from models.decoder import token_outputs
-from models.names import Params
-from utils.settings.config import parse
+from models.names import Params, Weights
+from utils.batching import bucket, concatenate, resize_columns, select_rows
+from utils.devices.sharding import single_device
+from utils.settings.config import make_config, parse
+from utils.settings.errors import UserError, user_errors
 from utils.settings.options import option
+
+NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 8, 8, 24
+MICROBATCH = 4096  # packed tokens
+CACHES = {  # page size, dtype of keys and values
+    "none": (0, ""),
+    "step": (0, ""),
+    "step-int8": (0, "int8"),
+    "pages": (16, ""),
+    "pages-int8": (16, "int8"),
+}
+Nats = Float[np.ndarray, "B T"]
 
 
 @dataclass(frozen=True)
 class Command:
     """Sampler against trainer."""
 
-    model_dirs: str = option("", "Hugging Face folders, with commas between; empty: one of tests/fixtures per family")
+    model_dirs: str = option("models/tiny", "Hugging Face folders, with commas between; families: one of each family")
     dtypes: str = option("float32,bfloat16", "Data types of matrix multiplications, with commas between")
-    num_prompts: int = option(8, "Prompts, of 24 random tokens")
-    group_size: int = option(8, "Completions of each prompt")
-    num_generation_tokens: int = option(64, "Tokens of a completion")
+    caches: str = option("", f"Caches, with commas between: {', '.join(CACHES)}; empty: all that the device has")
+    rows: str = option("1,8,64", "Rows sampled at a time, divisors of 64, with commas between")
+    num_generation_tokens: int = option(64, "Token limit of a completion")
     json: str = option("", "File for the figures; empty: not written")
 
 
@@ -51,37 +70,86 @@ def first_of_families() -> list[str]:
     return [by_family[family] for family in sorted(by_family)]
 
 
-def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "n"]:
-    """Returns |log p of the sampler - log p of the trainer| of each drawn token."""
-    model, params, _ = load_model(folder, dtype=dtype)
-    prompts = make_prompts(model.vocab_size, config.num_prompts, 24)
-    num_stop_ids = max(1, model.vocab_size // 50)
-    sampler = Sampler(model, config.num_generation_tokens, tuple(range(num_stop_ids)), segment=16)
-    sampler = with_pages(sampler, -1)
-    return token_gaps(sampler, params, prompts, config.group_size)
+def make_sampler(model: Decoder, cache: str, num_tokens: int) -> Sampler:
+    """Returns a sampler with this cache. One id in fifty ends a completion, so that rows end at different columns."""
+    page_size, kv_dtype = CACHES[cache]
+    stop_ids = tuple(range(max(1, model.vocab_size // 50)))
+    sampler = Sampler(replace(model, kv_dtype=kv_dtype), num_tokens, stop_ids, segment=16)
+    return with_pages(sampler, page_size)
+
+
+def sample(
+    sampler: Sampler, weights: Weights, prompts: Sequence[list[int]], group_size: int, num_rows: int
+) -> Completions:
+    """Returns completions of prompts, of which `num_rows` are sampled at a time: a group's share, or whole groups."""
+    keys = sample_keys(jax.random.key(0), np.arange(len(prompts)), group_size)
+    calls = []
+    for start in range(0, len(keys), num_rows):
+        of_call = prompts[start // group_size : (start + num_rows - 1) // group_size + 1]
+        calls.append(sampler.draw(weights, of_call, keys[start : start + num_rows]))
+    return concatenate(calls)
+
+
+def trainer_logprobs(sampler: Sampler, params: Params, completions: Completions, num_rows: int) -> Nats:
+    """Returns the old log-probabilities of a run, which computes `num_rows` at a time."""
+    longest_prompt = int(completions.prompt_lengths.max())
+    limits = {"prompt_length": longest_prompt, "num_generation_tokens": sampler.max_new_tokens}
+    config = make_config(Config, groups_per_batch=1, group_size=max(2, num_rows), ppo_minibatch=0, **limits)
+    model = replace(sampler.model, kv_dtype="")
+    learner = Learner(model, optax.identity(), sampler.layout, config, sampler.max_new_tokens, MICROBATCH)
+    batch = make_batch(completions, group_size=1)
+    width = bucket(batch.tokens.shape[1])  # as Learner.add_logprobs: few widths to compile
+    parts = np.arange(len(batch)).reshape(-1, num_rows)
+    logprobs = [learner.compute_outputs(params, select_rows(batch, rows, width)).logprobs for rows in parts]
+    return resize_columns(np.concatenate(logprobs), batch.tokens.shape[1])
 
 
 def token_gaps(
     sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int
 ) -> Float[np.ndarray, "n"]:
-    """Returns |log p of the sampler - log p of the trainer| of each token that it draws."""
-    weights = sampler.load_weights(params)
-    drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), group_size, jax.random.key(0))
-    rows = sampler.layout.put({"tokens": drawn.tokens, "routes": drawn.routes})
-    outputs = jax.jit(partial(token_outputs, sampler.model))(params, **rows)
-    return np.abs(drawn.logprobs - sampler.layout.fetch_array(outputs.logprobs))[drawn.mask]
+    """Returns |log p of the sampler - log p of the trainer| of each sampled token, all rows in one call."""
+    num_rows = len(prompts) * group_size
+    completions = sample(sampler, sampler.load_weights(params), prompts, group_size, num_rows)
+    trained = trainer_logprobs(sampler, params, completions, num_rows)
+    return np.abs(completions.logprobs - trained)[completions.mask]
+
+
+def measure(model: Decoder, params: Params, config: Command) -> Iterator[tuple[Figure, ...]]:
+    """Yields cache, rows, tokens, the share of equal ones, the largest and the mean difference, for all caches."""
+    prompts, num_rows = make_prompts(model.vocab_size, NUM_PROMPTS, PROMPT_TOKENS), NUM_PROMPTS * GROUP_SIZE
+    caches = [name for name in CACHES if single_device().is_single_cpu or not name.startswith("step")]
+    for cache in config.caches.split(",") if config.caches else caches:
+        sampler = make_sampler(model, caches[1] if cache == "none" else cache, config.num_generation_tokens)
+        weights = sampler.load_weights(params)
+        for at_a_time in map(int, config.rows.split(",")):
+            sampled_at_a_time = num_rows if cache == "none" else at_a_time
+            completions = sample(sampler, weights, prompts, GROUP_SIZE, sampled_at_a_time)
+            trained, other = trainer_logprobs(sampler, params, completions, num_rows), completions.logprobs
+            if cache == "none":
+                other = trainer_logprobs(sampler, params, completions, at_a_time)
+            gaps = np.abs(other - trained)[completions.mask]
+            equal = "all" if not gaps.any() else f"{np.mean(gaps == 0):.1%}"
+            yield cache, at_a_time, gaps.size, equal, f"{gaps.max():.1e}", f"{gaps.mean():.1e}"
 
 
 def main(config: Command) -> None:
-    folders = config.model_dirs.split(",") if config.model_dirs else first_of_families()
+    rows = config.rows.split(",")
+    if not all(x.isdecimal() and int(x) and NUM_PROMPTS * GROUP_SIZE % int(x) == 0 for x in rows):
+        raise UserError(f"--rows {config.rows}: give divisors of {NUM_PROMPTS * GROUP_SIZE}, with commas between")
+    if unknown := set(filter(None, config.caches.split(","))) - CACHES.keys():
+        raise UserError(f"--caches {', '.join(sorted(unknown))}: give some of {', '.join(CACHES)}")
+    folders = first_of_families() if config.model_dirs == "families" else config.model_dirs.split(",")
     table = []
     for folder in folders:
         for dtype in config.dtypes.split(","):
-            found = gaps(folder, dtype, config)
-            table.append((Path(folder).name, dtype, f"{found.size:,}", f"{found.max():.1e}", f"{found.mean():.1e}"))
-    columns = ("model", "dtype", "tokens", "largest", "mean")
+            model, params, _ = load_model(folder, dtype=dtype)
+            for row in measure(model, params, config):
+                table.append((Path(folder).name, dtype, *row))
+                print(*table[-1], sep="  ", file=sys.stderr, flush=True)
+    columns = ("model", "dtype", "cache", "rows", "tokens", "equal", "largest", "mean")
     report("|log p of the sampler - log p of the trainer|, nats", columns, table, environment(), config.json)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__))
+    with user_errors():
+        main(parse(Command, sys.argv[1:], __doc__))

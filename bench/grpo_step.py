@@ -56,6 +56,8 @@ def make_batch(completions: Completions, group_size: int) -> Batch:
         completions.lengths,
         completions.prompt_lengths,
         completions.finished,
+        completions.support,
+        completions.routes,
         group_size=group_size,
     )
 
