@@ -120,8 +120,13 @@ def compare(sides: Sequence[Side], warmup: int, rounds: int) -> dict[str, list[R
         else:
             present[side] = []
     for _ in range(rounds):
-        for side, runs in present.items():
-            runs.append(side.run())
+        for side in list(present):
+            figures = side.run()
+            if "absent" in figures:
+                print(f"left out: {side.name}: {figures['absent']}")
+                del present[side]
+            else:
+                present[side].append(figures)
     return {side.name: runs for side, runs in present.items()}
 
 

@@ -5,7 +5,7 @@
 #     bash bench/quarter_hour.sh FOLDER [MODEL_DIR [PART...]]
 #
 # FOLDER/page.md has it all, and FOLDER/PART.log what a part printed. A part that takes longer than its seconds is
-# interrupted, and says what it has. PARTS: checks roofline peers gsm8k again, 745 seconds in all. MODEL_DIR is trained
+# interrupted, and says what it has. PARTS: checks roofline peers gsm8k again, 770 seconds in all. MODEL_DIR is trained
 # on GSM8K; runs/real_model.py makes one. Without it, or with "", the model is random, with the sizes of Qwen2.5-0.5B.
 # OPTIONS in the environment are added to the command of training, for example OPTIONS="--max_steps 60 --lr 2e-6".
 # Without an accelerator shapes are tiny: a rehearsal that shows that everything runs.
@@ -32,8 +32,9 @@ part() { # its name, the seconds that it may take, the command
 run() { # its name, the seconds that it may take, more options: trains, then says what was compiled and how fast it was
     local name=$1 seconds=$2
     shift 2
+    [[ $model ]] || model=$("$python" bench/quarter_hour.py model $shape "$scratch" 0.0036)
     # shellcheck disable=SC2086  # several options
-    part "$name" "$seconds" core/grpo.py --model_dir "${model:-$scratch/$shape}" --env_name gsm8k \
+    part "$name" "$seconds" core/grpo.py --model_dir "$model" --env_name gsm8k \
         --env_options form=boxed,thinking=off --test_env_name gsm8k-test --save_interval 0 \
         --save_dir "$folder/runs/$name" "${training[@]}" ${OPTIONS:-} "$@"
     "$python" bench/quarter_hour.py run "$folder/runs/$name" >> "$folder/$name.log"
@@ -50,21 +51,20 @@ if [[ $platform == cpu ]]; then
 else
     shape=Qwen2.5-0.5B
     training=(--groups_per_batch 64 --group_size 8 --ppo_minibatch 128 --num_generation_tokens 400 --max_resampling 1)
-    training+=(--num_eval_tasks 0 --test_interval 20 --lr 3e-6 --warmup_steps 8 --max_steps 80)
+    training+=(--num_eval_tasks 0 --test_interval 20 --lr 3e-6 --warmup_steps 8 --max_steps 100)
     few=(--max_steps 1 --test_env_name "")
-    sizes=(--slots 512,1024 --pages 64 --groups_per_batch 64 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
+    sizes=(--slots 512 --pages 64 --groups_per_batch 64 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
     checks=()
-    work=(--groups_per_batch 64 --prompt_tokens 96 --num_generation_tokens 256 --warmup 1 --repeats 3)
+    work=(--groups_per_batch 32 --prompt_tokens 96 --num_generation_tokens 256 --warmup 1 --repeats 3)
 fi
-"$python" bench/quarter_hour.py model $shape "$scratch" 0.0036 || exit
 for name in "${parts[@]}"; do
     case $name in
-        checks) part checks 60 bench/device_checks.py "${checks[@]}" ;;
+        checks) part checks 90 bench/device_checks.py "${checks[@]}" ;;
         roofline) part roofline 110 bench/roofline.py --shape $shape --stop_share 0.0036 --kernels 1 "${sizes[@]}" ;;
-        # Two processes share the device.
-        peers) XLA_PYTHON_CLIENT_PREALLOCATE=false part peers 125 bench/peers.py --work rollout,update --peers torch \
+        # Two processes share the device's memory.
+        peers) XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 part peers 125 bench/peers.py --work rollout,update --peers torch \
             --variants torch=dynamic --shape $shape "${work[@]}" ;;
-        gsm8k) run gsm8k 400 ;;
+        gsm8k) run gsm8k 395 ;;
         again) run again 50 "${few[@]}" ;; # what a second start compiles
         *) echo "no part $name: checks, roofline, peers, gsm8k, again" >&2 && exit 1 ;;
     esac

@@ -1,7 +1,7 @@
 """transformers as a side of bench/peers.py: `generate`, and a plain PyTorch loop around its model.
 
 Its best settings, as far as known: sdpa attention, logits of completion tokens only, fused AdamW, micro-batches of 8
-rows (the fastest of 4, 8, 16, 64 on two cores; 32 on a GPU), no padding, so no mask. "compiled": torch.compile.
+rows (the fastest of 4, 8, 16, 64 on two cores; 16 on a GPU), no padding, so no mask. "compiled": torch.compile.
 """
 
 import os
@@ -15,7 +15,7 @@ except ImportError:  # then this side is left out
     torch = None
 
 MICROBATCH = 8  # rows, on a CPU
-MICROBATCH_ON_GPU = 32
+MICROBATCH_ON_GPU = 16
 
 
 def load(work: dict):
