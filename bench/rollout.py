@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jaxtyping import Int
 
 from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.records import Completions
-from core.sampler import Chain, Sampler
+from core.sampler import Chain, ChainJob, Sampler
 from models.names import Params
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
@@ -52,8 +52,8 @@ class Command:
 class FixedLengths(Chain):
     """Completions that end after numbers of tokens that are given, whatever is drawn."""
 
-    def __init__(self, limits: Int[np.ndarray, "B"], *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, limits: Int[np.ndarray, "B"], sampler: Sampler, job: ChainJob):
+        super().__init__(sampler, job)
         self.limits = limits[self.row_offset :][: len(self.keys)]
 
     def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
     prompts: list[list[int]]
     limit: int
-    make_chain: Callable[..., Chain]
+    make_chain: Callable[[Sampler, ChainJob], Chain]
 
 
 def make_work(config: Command, vocab_size: int) -> Work:

@@ -1,4 +1,4 @@
-"""Rolls out a policy in an environment: prompts, completions, rewards; replies are scored while others are drawn.
+"""Rolls out a policy in an environment: prompts, completions, rewards.
 
 Evaluations do the same with held-out problems: mean@n, pass@k, maj@n with 95% intervals.
 
@@ -6,22 +6,21 @@ N tasks, G samples of each, B = N G rows, A completion columns.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Self
 
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float, Int
 
 from core.chains.attach import attach
 from core.records import Episodes
+from core.replies import Replies
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
-from envs.base import Env, Problem, Text
+from envs.base import Env, Problem
 from envs.prompts import find_tasks
-from envs.scoring.helper import Rewards
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_truncation_penalty
 from envs.scoring.trial import try_rewards
@@ -33,7 +32,7 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
 from utils.devices.sharding import Layout
 from utils.evaluation.estimates import mean_and_ci, task_estimates
-from utils.metrics.terminal import Wait, waiting
+from utils.metrics.terminal import waiting
 from utils.settings.errors import UserError
 from utils.settings.groups import EvalConfig
 from utils.threefry import make_key
@@ -53,7 +52,7 @@ class RolloutWorker:
     layout: Layout
     rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
-    make_replies: Callable[..., "Replies"] = lambda *arguments: Replies(*arguments)  # conversations have others
+    make_replies: type[Replies] = Replies  # of several turns: `Conversations` of core/chains/turns.py
     notes: tuple[str, ...] = ()  # on its prompts, printed at the start
 
     def __enter__(self) -> Self:
@@ -129,7 +128,6 @@ class RolloutWorker:
         clock = time.perf_counter()
         task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
         positions = task_ids if positions is None else positions
-        row_tasks = np.repeat(task_ids, num_samples)
         problems = [self.env.problem(int(i)) for i in task_ids]
         keys = sample_keys(key, positions, num_samples)
         rows_per_call = self.prompts_per_call(len(tasks), num_samples) * num_samples
@@ -139,9 +137,7 @@ class RolloutWorker:
             with waiting("sampling", len(keys), "rows") as wait:
                 for start in range(0, len(keys), rows_per_call):
                     rows = range(start, min(start + rows_per_call, len(keys)))
-                    opened = replies.open(rows)
-                    numbers = row_tasks[rows.start : rows.stop : len(rows) // len(opened)]
-                    prompts = self.encode_prompts(numbers, opened)
+                    prompts = [self.encode_prompt(number, problem) for number, problem in replies.open(rows)]
                     sampler = replies.listen(self.sampler, start, wait)
                     with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
                         parts.append(sampler.draw(weights, prompts, keys[rows.start : rows.stop]))
@@ -152,8 +148,8 @@ class RolloutWorker:
         scores = collect_scores(rewards)
         scores = add_truncation_penalty(scores, ~completions.finished & ~failed, self.env.truncation_penalty)
         return Episodes(
-            completions,
-            task_ids=row_tasks,
+            completions=completions,
+            task_ids=np.repeat(task_ids, num_samples),
             scores=scores,
             failed=failed,
             failures=failures,
@@ -163,95 +159,16 @@ class RolloutWorker:
             **replies.records(),
         )
 
-    def encode_prompts(self, task_ids: Sequence[int], problems: Sequence[Problem]) -> list[list[int]]:
-        """Returns the prompts of problems with these numbers. Raises: UserError where one is too long."""
-        limit = self.sampler.max_prompt_tokens
-        prompts = [self.encode(problem) for problem in problems]
-        for i, prompt in zip(task_ids, prompts, strict=True):
-            if len(prompt) > limit:
-                raise UserError(
-                    f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than {limit}: raise "
-                    "--prompt_length (to continue a run, with --resume force), or lower --num_generation_tokens if the "
-                    "model has no more positions"
-                )
-        return prompts
-
-
-class Replies:
-    """Texts of completions, taken as they end; this process's share of them is scored in the background."""
-
-    def __init__(
-        self,
-        env: Env,
-        tokenizer: Tokenizer,
-        layout: Layout,
-        problems: Sequence[Problem],
-        task_ids: Int[np.ndarray, "N"],
-        keys: UInt32[np.ndarray, "B 2"],
-        stream: ScoringStream,
-    ):
-        self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
-        self.problems, self.task_ids = problems, task_ids
-        self.num_rows, self.num_samples = len(keys), len(keys) // len(problems)
-        self.own_rows = layout.process_share(self.num_rows, self.num_samples)
-        self.texts_by_row: dict[int, str] = {}
-        self.lock = Lock()  # the chains of a sampler call from threads
-
-    def open(self, rows: range) -> Sequence[Problem]:
-        """Returns the problems of these rows, one for each group; single replies need no opening."""
-        return self.problems[rows.start // self.num_samples : rows.stop // self.num_samples]
-
-    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
-        """Returns a sampler that calls this object; `first_row`: number of the first row of its next call."""
-        return replace(sampler, on_segment=partial(self.on_segment, wait, first_row))
-
-    def on_segment(
-        self,
-        wait: Wait,
-        call_offset: int,
-        row_offset: int,
-        tokens: Int[np.ndarray, "B A"],
-        num_drawn: int,
-        lengths: Int[np.ndarray, "B"],
-    ) -> None:
-        """Takes the rows of a call that have ended since the last segment."""
-        offset = call_offset + row_offset
-        with self.lock:
-            wait.on_segment(call_offset, row_offset, tokens, num_drawn, lengths)
-            ended = np.flatnonzero(lengths <= num_drawn).tolist()
-            new = [b for b in ended if offset + b not in self.texts_by_row]
-            jobs = {}
-            for b in new:
-                row = offset + b
-                problem = row // self.num_samples
-                completion = self.tokenizer.decode(tokens[b, : lengths[b]])
-                text = self.problems[problem].prefix + completion
-                self.texts_by_row[row] = Text.of(text, tokens[b, : lengths[b]]) if self.env.takes_ids else text
-                if row in self.own_rows:
-                    jobs[row] = (int(self.task_ids[problem]), self.texts_by_row[row])
-            self.stream.add(jobs)
-
-    def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
-        """Waits for the scores of all processes; returns them by row, None where one failed, and counts of failures."""
-        layout, failures = self.layout, {}
-
-        def own_rewards(rows: range) -> list[Rewards | None]:
-            scored = self.stream.finish()
-            jobs = [scored[row][0] for row in rows]
-            outcomes = [scored[row][1] for row in rows]
-            rewards, counts = self.stream.scorer.check_failures(jobs, outcomes)
-            failures.update(counts)
-            return rewards
-
-        with waiting(f"scoring {self.num_rows:,} replies"):
-            rewards = layout.share(own_rewards, self.num_rows, self.num_samples)
-        return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
-
-    def records(self) -> dict[str, list]:
-        """Returns the fields of Episodes that replies fill; conversations have more."""
-        rows = range(self.num_rows)
-        problems = [self.problems[row // self.num_samples] for row in rows]
-        return {"texts": [self.texts_by_row[row] for row in rows], "problems": problems}
+    def encode_prompt(self, number: int, problem: Problem) -> list[int]:
+        """Returns the prompt of the problem with this number. Raises: UserError if the prompt is too long."""
+        prompt, limit = self.encode(problem), self.sampler.max_prompt_tokens
+        if len(prompt) > limit:
+            raise UserError(
+                f"the prompt of problem {number} of {self.name} has {len(prompt)} tokens, more than {limit}: raise "
+                "--prompt_length (to continue a run, with --resume force), or lower --num_generation_tokens if the "
+                "model has no more positions"
+            )
+        return prompt
 
 
 def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,29 @@ class SamplingConfig:
     @property
     def distribution(self) -> Distribution:
         return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+class ChainJob(NamedTuple):
+    """Prompts of a call that one chain samples, with equal numbers of completions."""
+
+    weights: Weights
+    prompts: Sequence[list[int]]
+    keys: UInt32[np.ndarray, "B 2"]  # of each completion; those of a prompt are adjacent
+    num_columns: int  # to which prompts are padded
+    row_offset: int  # rows of the call before these
+
+
+class Segment(NamedTuple):
+    """The completions of a chain after a segment of its decode steps."""
+
+    first_row: int  # number of the chain's first row in the call
+    tokens: Int[np.ndarray, "B A"]
+    num_sampled: int  # columns of tokens, so far
+    lengths: Int[np.ndarray, "B"]  # of completions; above `num_sampled` if a row goes on
+
+    def ended_rows(self) -> list[int]:
+        """Returns the rows of the chain that have ended."""
+        return np.flatnonzero(self.lengths <= self.num_sampled).tolist()
 
 
 class Drawn:
@@ -181,12 +205,11 @@ class Sampler:
     paging: Paging = field(default_factory=Paging)  # see core/chains/pages.py
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/chains/ has others
+    make_chain: Callable[["Sampler", ChainJob], "Chain"] | None = None  # None: `Chain`; others are in core/chains/
     # Weights of these rows of a call: those of a population's members have adapters of their own.
     weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
-    # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
-    on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
+    on_segment: Callable[[Segment], None] | None = None  # called after each segment, from the thread of its chain
 
     def on(self, layout: Layout) -> "Sampler":
         """Returns a sampler on another mesh of the same devices."""
@@ -227,12 +250,18 @@ class Sampler:
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
-        chains = []
+        make_chain, chains = self.make_chain or Chain, []
         for part in np.array_split(np.arange(num_prompts), self.num_chains(num_prompts)):
             start, stop = int(part[0]), int(part[-1]) + 1
             rows = slice(start * num_samples, stop * num_samples)
-            arguments = prompts[start:stop], keys[rows], num_columns, rows.start
-            chains.append(self.make_chain(self, weights, *arguments))
+            job = ChainJob(
+                weights=weights,
+                prompts=prompts[start:stop],
+                keys=keys[rows],
+                num_columns=num_columns,
+                row_offset=rows.start,
+            )
+            chains.append(make_chain(self, job))
         cancelled = self.cancelled or Event()
         completions = take_turns(lambda chain: chain.run(cancelled), chains, cancelled)
         if cancelled.is_set():
@@ -291,24 +320,16 @@ class Sampler:
 class Chain:
     """The completions of some prompts while they are drawn in step, on one CPU: core/blocks.py has their slots."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        num_columns: int,
-        row_offset: int,
-    ):
+    def __init__(self, sampler: Sampler, job: ChainJob):
         self.sampler, self.layout = sampler, sampler.layout
-        self.weights, self.prompts = weights, prompts
-        self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
-        self.drawn = Drawn(sampler, prompts, len(keys))
+        self.weights, self.prompts, self.keys = job.weights, job.prompts, job.keys
+        self.num_columns, self.row_offset = job.num_columns, job.row_offset
+        self.drawn = Drawn(sampler, self.prompts, len(self.keys))
         self.last_tokens = self.drawn.first_tokens
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
-        self.starts = np.int32([num_columns + 1 - len(prompt) for prompt in prompts])
+        self.starts = np.int32([self.num_columns + 1 - len(prompt) for prompt in self.prompts])
         sizes = sampler.block_sizes or sizes_of(sampler.model)
-        self.slots = Blocks(self.layout, sizes, len(keys), self.starts, num_columns)
+        self.slots = Blocks(self.layout, sizes, len(self.keys), self.starts, self.num_columns)
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done, and returns what they hold."""
@@ -328,7 +349,7 @@ class Chain:
                 drawn.done[live] = ends > 0
             self.last_tokens = drawn.tokens[:, end - 1]
             if sampler.on_segment:
-                sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
+                sampler.on_segment(Segment(self.row_offset, drawn.tokens, end, drawn.lengths))
         return drawn.completions()
 
     def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:

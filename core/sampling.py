@@ -24,7 +24,7 @@ import numpy as np
 from core.chat.models import ChatCommand, load_chat_models, load_last, make_text_sampler, prompt_styles, with_room
 from core.chat.terminal import converse
 from core.records import Completions
-from core.sampler import Sampler
+from core.sampler import Sampler, Segment
 from envs.data.files import read_file
 from envs.data.messages import Columns, Messages, as_messages, read_exchange
 from envs.data.rows import check_text
@@ -35,7 +35,7 @@ from utils.batching import bucket
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.jsonl import JSONRow
 from utils.metrics.logger import printable
-from utils.metrics.terminal import waiting
+from utils.metrics.terminal import Wait, waiting
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.options import group, option
@@ -119,9 +119,14 @@ def sample_rows(
         ids = start + np.arange(len(calls))
         memory = out_of_memory("inference_batch_per_device", num_rows)
         with waiting("sampling", len(ids) * num_samples, "rows") as wait, memory:
-            watched = replace(sampler, on_segment=partial(wait.on_segment, start * num_samples))
+            watched = replace(sampler, on_segment=partial(count_rows, wait, start * num_samples))
             parts.append(watched.generate(weights, calls, ids, num_samples, key))
     return parts
+
+
+def count_rows(wait: Wait, call_offset: int, segment: Segment) -> None:
+    """Shows the progress of a call; `call_offset`: number of its first row."""
+    wait.count_rows(call_offset + segment.first_row, segment.num_sampled, segment.lengths)
 
 
 def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> JSONRow:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.records import Completions
-from core.sampler import Sampler
+from core.sampler import Sampler, Segment
 from models.lora import join_members, with_members
 from models.names import Weights
 from utils.batching import concatenate, select_rows
@@ -71,13 +71,12 @@ class Request:
         """True if the member's run is asked to end, and may end at this moment."""
         return self.sampler.signals.may_raise and self.sampler.signals.received is not None
 
-    def on_segment(
-        self, first_row: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
-    ) -> None:
+    def on_segment(self, segment: Segment, first_row: int) -> None:
         """Takes rows of a batch, from number `first_row` of this request on; it may include rows of other members."""
         rows = slice(max(0, -first_row), max(0, len(self.keys) - first_row))
-        if self.sampler.on_segment and len(tokens[rows]):
-            self.sampler.on_segment(max(0, first_row), tokens[rows], num_drawn, lengths[rows])
+        tokens, lengths = segment.tokens[rows], segment.lengths[rows]
+        if self.sampler.on_segment and len(tokens):
+            self.sampler.on_segment(Segment(max(0, first_row), tokens, segment.num_sampled, lengths))
 
 
 class SharedSampler:
@@ -168,18 +167,9 @@ class SharedSampler:
         num_rows = [len(request.keys) for request in batch]
         return join_members([self.weights[name] for name in names]), np.repeat(numbers, num_rows)
 
-    def on_segment(
-        self,
-        batch: Sequence[Request],
-        starts: Sequence[int],
-        call_offset: int,
-        row_offset: int,
-        tokens: Int[np.ndarray, "B A"],
-        num_drawn: int,
-        lengths: Int[np.ndarray, "B"],
-    ) -> None:
+    def on_segment(self, batch: Sequence[Request], starts: Sequence[int], call_offset: int, segment: Segment) -> None:
         """Hands each member its rows of a segment. Raises: Stop if all runs of the batch are asked to end, and may."""
         if all(request.is_stopped for request in batch):
             raise Stop
         for request, start in zip(batch, starts, strict=False):
-            request.on_segment(call_offset + row_offset - start, tokens, num_drawn, lengths)
+            request.on_segment(segment, call_offset + segment.first_row - start)

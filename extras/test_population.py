@@ -18,7 +18,7 @@ from core import grpo
 from core.config import Config
 from core.records import Completions
 from core.rollout import RolloutWorker
-from core.sampler import Sampler
+from core.sampler import Sampler, Segment
 from extras import population
 from extras.members import MemberSampler, SharedSampler
 from models import decoder
@@ -84,9 +84,9 @@ class Ends:
     def __init__(self):
         self.rows = []
 
-    def on_segment(self, first_row: int, tokens: np.ndarray, num_drawn: int, lengths: np.ndarray) -> None:
-        new = first_row + np.flatnonzero(lengths <= num_drawn)
-        self.rows += [row for row in new.tolist() if row not in self.rows]
+    def on_segment(self, segment: Segment) -> None:
+        new = [segment.first_row + row for row in segment.ended_rows()]
+        self.rows += [row for row in new if row not in self.rows]
 
 
 def draw_calls(sampler: Sampler, ends: Ends, name: str, weights: Params) -> list[Completions]:

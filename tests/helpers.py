@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from core import grpo
-from core.chains.pages import PagedChain, Segment
+from core.chains.pages import LaunchedSegment, PagedChain
 from core.config import Config
 from core.sampler import Sampler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
@@ -53,11 +53,11 @@ HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearl
 )
 
 
-def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, Segment], None]:
+def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, LaunchedSegment], None]:
     """Returns a `PagedChain.read` in which row number i of a rollout draws the tokens `script_of(i)`, one by one."""
     read = PagedChain.read
 
-    def read_script(chain: PagedChain, segment: Segment) -> None:
+    def read_script(chain: PagedChain, segment: LaunchedSegment) -> None:
         columns = [np.zeros(x.shape, x.dtype) for x in segment.columns]
         num_steps = columns[0].shape[1]
         for row, lane in zip(segment.rows, segment.lanes, strict=True):

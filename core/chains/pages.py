@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int16, Shaped, UInt32
 
 from core.records import Completions
-from core.sampler import Drawn, SampledTokens, Sampler, draw_tokens
+from core.sampler import ChainJob, Drawn, SampledTokens, Sampler, Segment, draw_tokens
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -253,8 +253,8 @@ class PrefillJob(NamedTuple):
         return first, rest
 
 
-class Segment(NamedTuple):
-    """A segment that was launched: its rows, their lanes, where they were, how many tokens count, and the results."""
+class LaunchedSegment(NamedTuple):
+    """A segment whose results are not read yet: its rows, their lanes, first tokens, and tokens that count."""
 
     rows: Int[np.ndarray, "R"]
     lanes: Int[np.ndarray, "R"]
@@ -267,19 +267,11 @@ class Segment(NamedTuple):
 class PagedChain:
     """The completions of some prompts while they are sampled over pages; tokens and tables are on the host."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        num_columns: int,
-        row_offset: int,
-    ):
-        model, layout = sampler.model, sampler.layout
-        self.sampler, self.model, self.layout, self.weights = sampler, model, layout, weights
-        self.keys, self.row_offset, num_rows = keys, row_offset, len(keys)
-        self.drawn = Drawn(sampler, prompts, num_rows)
+    def __init__(self, sampler: Sampler, job: ChainJob):
+        model, layout, num_rows = sampler.model, sampler.layout, len(job.keys)
+        self.sampler, self.model, self.layout, self.weights = sampler, model, layout, job.weights
+        self.keys, self.row_offset = job.keys, job.row_offset
+        self.drawn = Drawn(sampler, job.prompts, num_rows)
         self.prompt_lengths = self.drawn.prompt_lengths
         self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
         self.num_launched = np.zeros(num_rows, int)  # with those of segments whose results are not here yet
@@ -441,7 +433,7 @@ class PagedChain:
 
     # Segments
 
-    def launch(self) -> Segment | None:
+    def launch(self) -> LaunchedSegment | None:
         """Launches the next segment of all rows that can be sampled; None: there are none."""
         sampler, limits = self.sampler, self.turn_limits()
         rows = np.flatnonzero((self.table.slots >= 0) & self.is_drawing & (self.num_launched < limits))
@@ -476,14 +468,16 @@ class PagedChain:
             rows_waiting=sum(len(shard.waiting) for shard in shards),
             pages_in_use=1 - num_free / self.sizes.num_pages,
         )
-        return Segment(rows, lanes, starts, counts, self.versions[rows], columns)
+        return LaunchedSegment(
+            rows=rows, lanes=lanes, starts=starts, counts=counts, versions=self.versions[rows], columns=columns
+        )
 
     def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
         """Returns the last token of rows that is known."""
         num_tokens = self.num_tokens[rows]
         return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], self.drawn.first_tokens[rows])
 
-    def read(self, segment: Segment) -> None:
+    def read(self, segment: LaunchedSegment) -> None:
         """Adds the tokens of a segment to its rows, up to the end of their turns."""
         results = self.layout.fetch(segment.columns)
         is_valid = (self.versions[segment.rows] == segment.versions) & ~self.is_over[segment.rows]
@@ -540,7 +534,7 @@ class PagedChain:
         if self.sampler.on_segment:
             longest = int(self.num_tokens.max())
             lengths = np.where(self.is_over, self.num_tokens, longest + 1)
-            self.sampler.on_segment(self.row_offset, self.drawn.tokens, longest, lengths)
+            self.sampler.on_segment(Segment(self.row_offset, self.drawn.tokens, longest, lengths))
 
 
 def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sampler:

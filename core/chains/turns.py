@@ -21,10 +21,11 @@ from jaxtyping import Int, UInt32
 
 from core.chains.pages import PagedChain
 from core.records import Completions
-from core.sampler import Sampler
-from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
-from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
-from envs.scoring.scorer import ScoringStream
+from core.replies import Replies
+from core.sampler import ChainJob, Sampler
+from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
+from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
+from envs.scoring.scorer import GradedReplies, ScoringStream
 from models.messages import Message, is_begun
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
@@ -45,8 +46,8 @@ class Observation(NamedTuple):
 class TurnChain(PagedChain):
     """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
 
-    def __init__(self, environment: "Conversations", first_row: int, *arguments: object):
-        super().__init__(*arguments)
+    def __init__(self, environment: "Conversations", first_row: int, sampler: Sampler, job: ChainJob):
+        super().__init__(sampler, job)
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
@@ -152,7 +153,7 @@ class Record:
         return messages
 
 
-class Conversations:
+class Conversations(Replies):
     """Episodes of a rollout: encoded observations, and rewards; rows are numbered over the prompts of all calls.
 
     Each process sends its share of the turns to the environment. Every process receives all observations, since all
@@ -171,15 +172,11 @@ class Conversations:
         stream: ScoringStream,
         games: UInt32[np.ndarray, "N 2"] | None = None,
     ):
-        self.env, self.tokenizer, self.layout = env, tokenizer, layout
+        super().__init__(env, tokenizer, layout, problems, task_ids, keys, stream)
         self.tokens_per_turn = env.tokens_per_turn  # limit; 0: none
-        self.num_samples = num_samples = len(keys) // len(problems)
-        games = keys[::num_samples] if games is None else games
-        games = np.repeat(games, num_samples, axis=0)
-        self.problems = [problem for problem in problems for _ in range(num_samples)]
-        self.task_ids = np.repeat(task_ids, num_samples).tolist()
+        games = keys[:: self.num_samples] if games is None else games
+        games = np.repeat(games, self.num_samples, axis=0)
         self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
-        self.stream = stream
         self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
         self.wait = Wait("")
@@ -189,10 +186,10 @@ class Conversations:
         self.wait = wait
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
-    def open(self, rows: range) -> list[Problem]:
-        """Returns the problems of these rows, with the openings of their episodes as messages.
+    def open(self, rows: range) -> list[tuple[int, Problem]]:
+        """Returns task number and problem of each prompt of these rows, with the openings of episodes as messages.
 
-        There is one for each group if its episodes begin alike; if not, one for each row.
+        There is one prompt for each group if its episodes begin alike; if not, one for each row.
         """
         if self.env.opens:
             self.unasked |= set(rows)
@@ -200,11 +197,11 @@ class Conversations:
                 if isinstance(outcome, Step):  # after a failure its first turn fails, too
                     self.problems[row] = replace(self.problems[row], messages=outcome.messages)
                     self.episodes[row].said = heard(0, outcome)
-        problems = self.problems[rows.start : rows.stop]
-        firsts = problems[:: self.num_samples]
-        shared = [problem for problem in firsts for _ in range(self.num_samples)]
-        are_alike = [problem.messages for problem in problems] == [problem.messages for problem in shared]
-        return firsts if are_alike else problems
+        opened = [(self.task_ids[row], self.problems[row]) for row in rows]
+        firsts = super().open(rows)
+        shared = [problem.messages for _, problem in firsts for _ in range(self.num_samples)]
+        are_alike = [problem.messages for _, problem in opened] == shared
+        return firsts if are_alike else opened
 
     def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
         """Plays these turns in each episode, which then continues behind them.
@@ -230,9 +227,7 @@ class Conversations:
         `num_left`: tokens that still fit into the row; -1 if not even the end of the turn did.
         """
         episode = self.episodes[row]
-        text = self.problems[row].prefix + self.tokenizer.decode(turn)
-        text = Text.of(text, turn) if self.env.takes_ids else text
-        episode.replies.append(Reply(text, self.calls(turn)))
+        episode.replies.append(Reply(self.text_of(row, turn), self.calls(turn)))
         episode.last_token = int(turn[-1])
         episode.num_left = num_left
         self.unasked.add(row)
@@ -318,7 +313,7 @@ class Conversations:
         else:  # what a truncated episode still earns
             episode.turn_rewards[-1] += step.reward
 
-    def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
+    def finish(self) -> GradedReplies:
         """Requests the last rewards of truncated episodes; returns all rewards, None for failures, and their counts."""
         truncated = set(self.unasked)
         for row, outcome in self.ask(truncated, len(truncated)).items():

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
 from core.chains.attach import with_forced_answer
 from core.chains.pages import with_pages
 from core.chat.terminal import ShowText
-from core.sampler import Sampler, SamplingConfig, make_sampler
+from core.sampler import Sampler, SamplingConfig, Segment, make_sampler
 from envs.data.rows import check_text
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
@@ -73,11 +73,10 @@ class ChatModel:
         sampler, tokenizer = self.sampler, self.sampler.tokenizer
         prompt = tokenizer.chat(messages, *self.style)
 
-        def on_segment(
-            row_offset: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
-        ) -> None:
-            end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
-            show_text(tokenizer.decode(tokens[0, :end]))
+        def on_segment(segment: Segment) -> None:
+            tokens, num_sampled = segment.tokens[0], segment.num_sampled
+            end = sampler.completion_end(tokens, 0, num_sampled) or num_sampled
+            show_text(tokenizer.decode(tokens[:end]))
 
         streaming = replace(sampler, on_segment=on_segment)
         completions = streaming.generate(self.weights, [prompt], np.array([next(self.numbers)]), 1, self.key)

@@ -24,7 +24,8 @@ from core.chains.turns import Conversations
 from core.config import Config
 from core.grpo import groups_with_signal, make_batch
 from core.records import Batch, Episodes
-from core.rollout import Replies, RolloutWorker
+from core.replies import Replies
+from core.rollout import RolloutWorker
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, sample_keys
 from core.terms.lengths import with_length_reward

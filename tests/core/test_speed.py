@@ -176,7 +176,7 @@ def test_occupancy_is_the_share_of_slots_that_sampled():
     sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
     params = decoder.init_params(model, jax.random.key(0))
     ends = {}  # columns drawn after each segment, by the first row of a chain
-    watched = replace(sampler, on_segment=lambda first, tokens, t, _: ends.setdefault(first, []).append(t))
+    watched = replace(sampler, on_segment=lambda s: ends.setdefault(s.first_row, []).append(s.num_sampled))
     weights = watched.load_weights(params)
     completions = watched.generate(weights, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
     lengths = completions.lengths - completions.prompt_lengths

@@ -21,7 +21,7 @@ from utils.metrics import terminal
 from utils.metrics.terminal import main_terminal, track, waiting
 terminal.INTERVAL = float(sys.argv[1])
 with waiting("held-out problems"), waiting("sampling", 4, "rows") as wait:
-    wait.on_segment(0, 0, None, 32, np.array([10, 20, 64, 64]))
+    wait.count_rows(0, 32, np.array([10, 20, 64, 64]))
     time.sleep(1.1)
     main_terminal().on_compilation("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
     time.sleep(1.1)
@@ -37,9 +37,9 @@ print("end")
 def test_rows_and_tokens_are_counted_over_calls_and_chains():
     wait = Wait("sampling", 6, "rows")
     counted = []
-    first_call = ((0, 0, 32, [10]), (0, 1, 32, [64]), (0, 1, 64, [64]))
-    for call, first, t, lengths in (*first_call, (2, 0, 32, [5, 6]), (4, 0, 32, [64, 20]), (4, 0, 64, [64, 20])):
-        wait.on_segment(call, first, None, t, np.array(lengths))
+    first_call = ((0, 32, [10]), (1, 32, [64]), (1, 64, [64]))
+    for first, t, lengths in (*first_call, (2, 32, [5, 6]), (4, 32, [64, 20]), (4, 64, [64, 20])):
+        wait.count_rows(first, t, np.array(lengths))
         counted.append((wait.done, wait.num_tokens))
     assert counted == [(1, 10), (1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
 

@@ -39,18 +39,11 @@ class Wait:
         self.start = time.perf_counter()
         self.segments: dict[int, tuple[int, int]] = {}  # finished rows and tokens, by the first row of a chain
 
-    def on_segment(
-        self,
-        call_offset: int,
-        row_offset: int,
-        tokens: Int[np.ndarray, "B A"],
-        num_columns: int,
-        lengths: Int[np.ndarray, "B"],
-    ) -> None:
-        """Counts finished rows and tokens after a segment of a sampler's call, whose first row is `call_offset`."""
+    def count_rows(self, first_row: int, num_columns: int, lengths: Int[np.ndarray, "B"]) -> None:
+        """Counts the finished rows and the tokens of a chain after a segment; `first_row`: number of its first row."""
         is_finished = lengths <= num_columns
         num_tokens = np.minimum(lengths, num_columns).sum()
-        self.segments[call_offset + row_offset] = int(is_finished.sum()), int(num_tokens)
+        self.segments[first_row] = int(is_finished.sum()), int(num_tokens)
         self.done = sum(rows for rows, _ in self.segments.values())
         self.num_tokens = sum(tokens for _, tokens in self.segments.values())
 

@@ -1,0 +1,90 @@
+"""Replies of a rollout: the texts of completions, graded in the background while others are sampled.
+
+Replies of several turns: `Conversations` in core/chains/turns.py. B rows, N problems, A completion columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from core.sampler import Sampler, Segment
+from envs.base import Env, Problem, Text
+from envs.scoring.helper import Rewards
+from envs.scoring.scorer import GradedReplies, ScoringStream
+from models.tokenizer import Tokenizer
+from utils.devices.sharding import Layout
+from utils.metrics.terminal import Wait, waiting
+
+
+class Replies:
+    """Single replies, graded as they end: each process grades its share. Rows of a problem are adjacent."""
+
+    def __init__(
+        self,
+        env: Env,
+        tokenizer: Tokenizer,
+        layout: Layout,
+        problems: Sequence[Problem],
+        task_ids: Int[np.ndarray, "N"],
+        keys: UInt32[np.ndarray, "B 2"],
+        stream: ScoringStream,
+    ):
+        self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
+        self.num_samples = len(keys) // len(problems)
+        self.problems = [problem for problem in problems for _ in range(self.num_samples)]  # of rows
+        self.task_ids = np.repeat(task_ids, self.num_samples).tolist()
+        self.own_rows = layout.process_share(len(keys), self.num_samples)
+        self.texts: dict[int, str] = {}  # by row
+        self.lock = Lock()  # the chains of a sampler call from threads
+
+    def open(self, rows: range) -> list[tuple[int, Problem]]:
+        """Returns task number and problem of each prompt of these rows: single replies have one prompt a group."""
+        firsts = range(rows.start, rows.stop, self.num_samples)
+        return [(self.task_ids[row], self.problems[row]) for row in firsts]
+
+    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
+        """Returns a sampler that hands its rows to this object; `first_row`: number of the next call's first row."""
+        return replace(sampler, on_segment=partial(self.on_segment, wait, first_row))
+
+    def on_segment(self, wait: Wait, call_offset: int, segment: Segment) -> None:
+        """Takes the rows that have ended since the last segment, and queues those of this process for the graders."""
+        first_row = call_offset + segment.first_row
+        with self.lock:
+            wait.count_rows(first_row, segment.num_sampled, segment.lengths)
+            jobs = {}
+            for i in segment.ended_rows():
+                row, tokens = first_row + i, segment.tokens[i, : segment.lengths[i]]
+                if row not in self.texts:
+                    self.texts[row] = self.text_of(row, tokens)
+                    if row in self.own_rows:
+                        jobs[row] = self.task_ids[row], self.texts[row]
+            self.stream.add(jobs)
+
+    def text_of(self, row: int, tokens: Int[np.ndarray, "A"]) -> str:
+        """Returns the text of a reply, with the prefix of its prompt."""
+        text = self.problems[row].prefix + self.tokenizer.decode(tokens)
+        return Text.of(text, tokens) if self.env.takes_ids else text
+
+    def finish(self) -> GradedReplies:
+        """Waits for all processes; returns rewards by row, None if the grader failed, and counts of failures."""
+        layout, failures = self.layout, {}
+
+        def own_rewards(rows: range) -> list[Rewards | None]:
+            graded = self.stream.finish()
+            jobs = [graded[row][0] for row in rows]
+            outcomes = [graded[row][1] for row in rows]
+            rewards, counts = self.stream.scorer.check_failures(jobs, outcomes)
+            failures.update(counts)
+            return rewards
+
+        with waiting(f"grading {len(self.problems):,} replies"):
+            rewards = layout.share(own_rewards, len(self.problems), self.num_samples)
+        return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
+
+    def records(self) -> dict[str, list]:
+        """Returns the fields of Episodes that replies fill."""
+        return {"texts": [self.texts[row] for row in range(len(self.problems))], "problems": self.problems}
