@@ -151,9 +151,9 @@ def decode_segment(command: Command, layout: Layout, model: Decoder) -> Program:
     slots = row_shape(layout, command.rows)
     heads = model.num_key_value_heads, command.columns, model.head_dim
     cache = [(jax.ShapeDtypeStruct((command.rows, *heads), model.dtype),) * 2] * model.num_hidden_layers
-    keys = row_shape(layout, command.rows, 2, dtype=np.uint32)
-    arguments = weight_shapes(model.weights_table()), cache, cache, np.int32(0), slots, slots, keys
-    return sampling.decode_segment, (model, Distribution(), SEGMENT, *arguments)
+    state = sampling.SlotState(np.int32(0), slots, slots, row_shape(layout, command.rows, 2, dtype=np.uint32))
+    weights = weight_shapes(model.weights_table())
+    return sampling.decode_segment, (model, Distribution(), SEGMENT, weights, cache, cache, state)
 
 
 def rows_of(make: Callable[..., Program], parts: Mapping[str, Patches], command: Command, name: str) -> list[list]:

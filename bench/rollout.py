@@ -30,7 +30,7 @@ from jaxtyping import Int
 from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.records import Completions
 from core.sampler import Chain, ChainJob, Sampler
-from models.names import Params
+from models.names import Params, Weights
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
 from utils.settings.errors import UserError
@@ -52,8 +52,8 @@ class Command:
 class FixedLengths(Chain):
     """Completions that end after numbers of tokens that are given, whatever is drawn."""
 
-    def __init__(self, limits: Int[np.ndarray, "B"], sampler: Sampler, job: ChainJob):
-        super().__init__(sampler, job)
+    def __init__(self, limits: Int[np.ndarray, "B"], sampler: Sampler, weights: Weights, job: ChainJob):
+        super().__init__(sampler, weights, job)
         self.limits = limits[self.row_offset :][: len(self.keys)]
 
     def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
     prompts: list[list[int]]
     limit: int
-    make_chain: Callable[[Sampler, ChainJob], Chain]
+    make_chain: Callable[[Sampler, Weights, ChainJob], Chain]
 
 
 def make_work(config: Command, vocab_size: int) -> Work:

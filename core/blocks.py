@@ -123,7 +123,8 @@ class Blocks:
         firsts = rows.reshape(len(prompts), -1)[:, 0]
         starts = np.where(firsts < 0, self.num_columns, self.starts[firsts]).astype(np.int32)
         prompt_cache = gather_rows([(decoder.without_states(cache), i) for cache, i in prompts], self.num_columns)
-        return Block(rows, starts, *self.layout.put((prompt_cache, gather_rows(slots, width))), width)
+        prompt_cache, cache = self.layout.put((prompt_cache, gather_rows(slots, width)))
+        return Block(rows=rows, starts=starts, prompts=prompt_cache, cache=cache, width=width)
 
     def widen(self, block: Block, width: int) -> Block:
         """Returns a block with room for more tokens."""

@@ -151,7 +151,13 @@ def evaluate_checkpoint(
             metrics, episodes, estimates = evaluate(
                 worker, params, config.eval.num_eval_tasks, num_samples, config.output.seed
             )
-        result = Result(name, settings.label, metrics, episodes.task_ids[::num_samples], estimates)
+        result = Result(
+            model_dir=name,
+            env_name=settings.label,
+            metrics=metrics,
+            ids=episodes.task_ids[::num_samples],
+            by_task=estimates,
+        )
         results.append(result)
         if layout.is_main:
             print(writable(result.format_metrics(config.sampling.temperature), sys.stdout), flush=True)
@@ -246,9 +252,11 @@ def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
     """Returns how the test split of each environment of --env_name is played, and those of --also_eval."""
     names = dict.fromkeys(test_name(name.strip()) for name in config.env.env_name.split(","))
     check_files(config.env, names)
-    limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-    environments = [resolve_settings(replace(config.env, env_name=name), name, *limits) for name in names]
-    return also_evaluated(config.env, environments, config.eval.also_eval, *limits)
+    num_tokens, force_answer_at = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+    environments = [
+        resolve_settings(replace(config.env, env_name=name), name, num_tokens, force_answer_at) for name in names
+    ]
+    return also_evaluated(config.env, environments, config.eval.also_eval, num_tokens, force_answer_at)
 
 
 def training_note(folder: Path, env: EnvConfig) -> str:

@@ -60,8 +60,9 @@ def main(config: Config) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
-    arguments = config.lora, config.seed, layout
-    model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
+    model, base, params, tokenizer = load_policy(
+        run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
+    )
     rollout_model = replace(model, mesh=rollout_layout.mesh)
     workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.directory)
     num_tokens = workers["env"].max_new_tokens
@@ -81,7 +82,14 @@ def main(config: Config) -> None:
         run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
         rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:
-            rollouts = AheadRollouts(config, collect, fraction_done, run.stack, workers["env"], learner)
+            rollouts = AheadRollouts(
+                config=config,
+                collect=collect,
+                fraction_done=fraction_done,
+                stack=run.stack,
+                worker=workers["env"],
+                learner=learner,
+            )
         train(config, run, workers, rollouts, learner, state, progress)
 
 

@@ -190,8 +190,9 @@ class Learner:
 
     def microbatch_outputs(self, params: Policy, batch: Batch, packing: Packing) -> TokenOutputs:
         """Returns the outputs for the tokens of a micro-batch, on the devices."""
-        inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
-        return packed_outputs(self.model, self.distribution, params, *inputs)
+        return packed_outputs(
+            self.model, self.distribution, params, batch.tokens, batch.support, batch.routes, packing, batch.extras
+        )
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimizer step by the gradients of a minibatch's micro-batches.
@@ -205,29 +206,31 @@ class Learner:
         chains = self.chains(minibatch, self.shapes)
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
-            (grads, loss), *others = sums
+            grads, loss = reduce(add_sums, sums)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
-            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor, others)
+            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor)
             state = self.between_updates(replace(trained, extra=state.extra))
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.indices.size for packing in packings)
-        counts = minibatch.lengths, num_tokens, int(minibatch.mask.sum())
-        metrics["speed/flops"] = training_flops(self.model, *counts, config.objective.has_critic)
+        num_targets = int(minibatch.mask.sum())
+        metrics["speed/flops"] = training_flops(
+            self.model, minibatch.lengths, num_tokens, num_targets, config.objective.has_critic
+        )
         return state, Update(minibatch, parts, metrics)
 
     def add_up(
         self, params: Params | Adapters, microbatches: Iterator[PackedRows]
     ) -> tuple[Sums, list[MicrobatchMetrics]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
-        loss, weights = self.config.objective.loss, (self.base, self.beside)
-        sums, parts = self.zero_sums(params), []
+        loss, sums, parts = self.config.objective.loss, self.zero_sums(params), []
         for _, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
-            inputs = params, sums, microbatch, packing, *weights
-            sums, metrics = accumulate(self.model, loss, self.distribution, *inputs)
+            sums, metrics = accumulate(
+                self.model, loss, self.distribution, params, sums, microbatch, packing, self.base, self.beside
+            )
             parts.append((metrics, arrays[-1]))
         return sums, parts
 
@@ -260,13 +263,26 @@ class Learner:
 
     def planned(self, state: TrainState, beside: PyTree = None) -> Self:
         """Returns a learner whose micro-batches fit into memory with this state, and other arrays that are held."""
-        config, model = self.config, self.model
-        row_length = bucket(self.row_length)
-        held, num_rows = (self.reference or self.base, beside), config.sampling.inference_batch_per_device
-        settings = row_length, self.most_rows, num_rows, config.place_of_sampling, config.devices.rollout_tp
-        plan = fit_memory(config.memory, model, self.layout, state, held, *settings)
-        chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
-        return replace(self, model=replace(model, remat=plan.remat), **chosen)
+        config = self.config
+        plan = fit_memory(
+            config.memory,
+            self.model,
+            self.layout,
+            state,
+            others=(self.reference or self.base, beside),
+            row_length=bucket(self.row_length),
+            most_rows=self.most_rows,
+            num_sampled_rows=config.sampling.inference_batch_per_device,
+            schedule=config.place_of_sampling,
+            rollout_tp=config.devices.rollout_tp,
+        )
+        return replace(
+            self,
+            model=replace(self.model, remat=plan.remat),
+            tokens_per_microbatch=plan.tokens_per_microbatch,
+            sampling_room=plan.sampling_room,
+            notes=plan.notes,
+        )
 
     def read(self, update: Update) -> dict[str, float | np.ndarray]:
         """Returns the metrics of an update, from the devices."""
@@ -346,14 +362,21 @@ def accumulate(
 
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
         policy = make_policy(base, params) | (beside or {})
-        inputs = batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
-        outputs = token_outputs(model, policy, *inputs)
+        outputs = token_outputs(
+            model, policy, batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
+        )
         loss, metrics = policy_loss(outputs, batch, objective)
         loss_of_critic, its_metrics = value_loss(outputs, batch, objective)
         return loss + loss_of_critic, metrics | its_metrics
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
+
+
+@partial(jax.jit, donate_argnums=0)
+def add_sums(sums: Sums, others: Sums) -> Sums:
+    """Adds the gradients and losses of two chains of micro-batches."""
+    return jax.tree.map(jnp.add, sums, others)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -364,15 +387,13 @@ def apply_gradients(
     grads: Params | Adapters,
     loss: Float[Array, ""] = 0.0,
     factor: Float[Array, ""] = 1.0,
-    others: Sequence[Sums] = (),
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one optimizer step, or none where the loss or the gradient is not finite. `others` are added to both.
+    """Makes one optimizer step, or none if the loss or the gradient is not finite.
 
-    The updates, which are linear in the learning rates (weight decay included), are scaled by `factor`, the schedule's,
-    and by the warm-up, which counts optimizer steps.
+    The updates are linear in the learning rates, weight decay included. They are scaled by `factor`, which is that of
+    the schedule, and by the warm-up, which counts optimizer steps.
     """
     multiplier = factor * jnp.minimum(1.0, (state.step + 1) / max(1, warmup_steps))
-    grads, loss = jax.tree.map(lambda *parts: reduce(jnp.add, parts), (grads, loss), *others)
     grads = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)

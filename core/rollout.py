@@ -202,7 +202,7 @@ def make_worker(
     env = settings.env
     encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    attached = attach(sampler, settings, encode, sampling.page_size)
+    chained = attach(sampler, settings, encode, sampling.page_size)
     limit, room = sampler.max_prompt_tokens, ""
     if limit < sampling.prompt_length:
         room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"
@@ -219,9 +219,18 @@ def make_worker(
     for line in (room, dropped, *warnings):
         if line and layout.is_main:
             print(line)
-    rows_per_call = sampling.inference_batch_per_device * layout.row_shards
-    worker = RolloutWorker(env, settings.label, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
-    return replace(worker, **attached)
+    return RolloutWorker(
+        env=env,
+        name=settings.label,
+        tokenizer=tokenizer,
+        sampler=chained.sampler,
+        scorer=scorer,
+        layout=layout,
+        rows_per_call=sampling.inference_batch_per_device * layout.row_shards,
+        fitting_ids=tasks,
+        make_replies=chained.make_replies,
+        notes=chained.notes,
+    )
 
 
 def evaluate(

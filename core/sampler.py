@@ -99,7 +99,6 @@ class SamplingConfig:
 class ChainJob(NamedTuple):
     """Prompts of a call that one chain samples, with equal numbers of completions."""
 
-    weights: Weights
     prompts: Sequence[list[int]]
     keys: UInt32[np.ndarray, "B 2"]  # of each completion; those of a prompt are adjacent
     num_columns: int  # to which prompts are padded
@@ -169,16 +168,16 @@ class Drawn:
         for row, i in enumerate(self.owner):
             tokens[row, : len(self.prompts[i])] = self.prompts[i]
         return Completions(
-            tokens,
-            behind_prompt(self.mask),
-            behind_prompt(self.logprobs),
-            lengths,
-            self.prompt_lengths,
-            self.done,
-            self.slot_steps,
-            np.zeros(len(lengths), int),
-            behind_prompt(self.support) if self.support.size else None,
-            behind_prompt(self.routes) if self.routes.size else None,
+            tokens=tokens,
+            mask=behind_prompt(self.mask),
+            logprobs=behind_prompt(self.logprobs),
+            lengths=lengths,
+            prompt_lengths=self.prompt_lengths,
+            finished=self.done,
+            slot_steps=self.slot_steps,
+            num_observed=np.zeros(len(lengths), int),
+            support=behind_prompt(self.support) if self.support.size else None,
+            routes=behind_prompt(self.routes) if self.routes.size else None,
         )
 
 
@@ -205,7 +204,7 @@ class Sampler:
     paging: Paging = field(default_factory=Paging)  # see core/chains/pages.py
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[["Sampler", ChainJob], "Chain"] | None = None  # None: `Chain`; others are in core/chains/
+    make_chain: Callable[["Sampler", Weights, ChainJob], "Chain"] | None = None  # None: `Chain`; core/chains/
     # Weights of these rows of a call: those of a population's members have adapters of their own.
     weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
@@ -254,14 +253,8 @@ class Sampler:
         for part in np.array_split(np.arange(num_prompts), self.num_chains(num_prompts)):
             start, stop = int(part[0]), int(part[-1]) + 1
             rows = slice(start * num_samples, stop * num_samples)
-            job = ChainJob(
-                weights=weights,
-                prompts=prompts[start:stop],
-                keys=keys[rows],
-                num_columns=num_columns,
-                row_offset=rows.start,
-            )
-            chains.append(make_chain(self, job))
+            job = ChainJob(prompts[start:stop], keys[rows], num_columns, row_offset=rows.start)
+            chains.append(make_chain(self, weights, job))
         cancelled = self.cancelled or Event()
         completions = take_turns(lambda chain: chain.run(cancelled), chains, cancelled)
         if cancelled.is_set():
@@ -320,10 +313,9 @@ class Sampler:
 class Chain:
     """The completions of some prompts while they are drawn in step, on one CPU: core/blocks.py has their slots."""
 
-    def __init__(self, sampler: Sampler, job: ChainJob):
-        self.sampler, self.layout = sampler, sampler.layout
-        self.weights, self.prompts, self.keys = job.weights, job.prompts, job.keys
-        self.num_columns, self.row_offset = job.num_columns, job.row_offset
+    def __init__(self, sampler: Sampler, weights: Weights, job: ChainJob):
+        self.sampler, self.layout, self.weights = sampler, sampler.layout, weights
+        self.prompts, self.keys, self.num_columns, self.row_offset = job
         self.drawn = Drawn(sampler, self.prompts, len(self.keys))
         self.last_tokens = self.drawn.first_tokens
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
@@ -367,10 +359,20 @@ class Chain:
         sampler, block = self.sampler, self.slots.blocks[number]
         rows = np.maximum(block.rows, 0)
         forced = self.forced_tokens(block.rows, start)
-        settings = sampler.model, sampler.distribution, forced.shape[1]
-        state = np.int32(start), block.starts, self.last_tokens[rows], self.keys[rows], forced, np.int32(steps)
-        arguments = self.weights_of(rows), block.prompts, block.cache, *self.layout.put(state)
-        cache, columns = decode_segment(*settings, *arguments)
+        state = self.layout.put(
+            SlotState(
+                start=np.int32(start),
+                starts=block.starts,
+                last_tokens=self.last_tokens[rows],
+                keys=self.keys[rows],
+                forced=forced,
+                count=np.int32(steps),
+            )
+        )
+        weights, num_steps = self.weights_of(rows), forced.shape[1]
+        cache, columns = decode_segment(
+            sampler.model, sampler.distribution, num_steps, weights, block.prompts, block.cache, state
+        )
         self.slots.blocks[number] = block._replace(cache=cache)
         return block.rows, forced, columns
 
@@ -453,6 +455,17 @@ SampledTokens = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"
 DecodeStep = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
 
 
+class SlotState(NamedTuple):
+    """State of slots that are at the same token, from which a segment goes on."""
+
+    start: Int[Array, ""]  # number of the next token
+    starts: Int[Array, "N"]  # first column of each prompt in its cache
+    last_tokens: Int[Array, "S"]
+    keys: UInt32[Array, "S 2"]
+    forced: Int[Array, "S s"] | None = None  # tokens to write instead of sampled ones, -1 for none; None: none at all
+    count: Int[Array, ""] | None = None  # steps that are needed; None: all of the segment
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def decode_segment(
     model: Decoder,
@@ -461,25 +474,18 @@ def decode_segment(
     weights: Weights,
     prompt_cache: Cache,
     cache: Cache,
-    start: Int[Array, ""],
-    starts: Int[Array, "N"],
-    last_tokens: Int[Array, "S"],
-    keys: UInt32[Array, "S 2"],
-    forced: Int[Array, "S s"] | None = None,
-    count: Int[Array, ""] | None = None,
+    state: SlotState,
 ) -> tuple[Cache, SampledTokens]:
-    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
-
-    Returns the cache, then the columns, of which the first `count` are drawn (None: all). `forced` tokens (-1: none)
-    are written in place of drawn ones, with 0 for their log-probability.
-    """
+    """Samples the next tokens of each slot, after its last one; returns the cache, and the tokens in columns."""
 
     def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> DecodeStep:
-        return decoder.decode(model, weights, prompt_cache, cache, last[:, None], start + i, starts)
+        return decoder.decode(model, weights, prompt_cache, cache, last[:, None], state.start + i, state.starts)
 
-    numbers = jnp.broadcast_to(start, len(keys))
-    state = cache, last_tokens, keys, numbers
-    cache, _, columns = draw_tokens(model, distribution, num_steps, forward, *state, forced, count)
+    last, keys = state.last_tokens, state.keys
+    numbers = jnp.broadcast_to(state.start, len(keys))
+    cache, _, columns = draw_tokens(
+        model, distribution, num_steps, forward, cache, last, keys, numbers, state.forced, state.count
+    )
     return cache, columns
 
 
@@ -495,9 +501,10 @@ def draw_tokens(
     forced: Int[Array, "S s"] | None = None,
     count: Int[Array, ""] | None = None,
 ) -> tuple[PyTree, Int[Array, "S"], SampledTokens]:
-    """Draws tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
+    """Samples tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
 
-    `forward` computes the logits behind the last tokens of step i, the new cache, and the experts.
+    `forward` computes the logits behind the last tokens of step i, the new cache, and the experts. `forced` tokens (-1:
+    none) are written instead of sampled ones, with log-probability 0. `count`: steps to make; None: all.
     """
     # All at once: in the loop it would be twenty small programs for a token.
     uniforms = sampling_uniforms(keys, numbers + jnp.arange(num_steps)[:, None])
@@ -534,7 +541,13 @@ def make_sampler(
     """Returns the sampler that these settings ask for, without what core/chains/attach.py adds."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
-    max_prompt_tokens = min(config.prompt_length, model.num_positions - max_new_tokens)
-    settings = stop_ids, config.distribution, stop_strings
-    others = {"max_prompt_tokens": max_prompt_tokens, "tokenizer": tokenizer, "layout": layout}
-    return Sampler(model, max_new_tokens, *settings, **others)
+    return Sampler(
+        model=model,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        distribution=config.distribution,
+        stop_strings=stop_strings,
+        max_prompt_tokens=min(config.prompt_length, model.num_positions - max_new_tokens),
+        tokenizer=tokenizer,
+        layout=layout,
+    )

@@ -98,8 +98,8 @@ def encode_row(row: JSONRow, tokenizer: Tokenizer, config: SamplingCommand) -> l
     if config.prompts.raw and "prompt" in row:
         return tokenizer.chat([{"role": "user", "content": row["prompt"]}], plain=True)
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    (style,) = prompt_styles([tokenizer], config.model.thinking)
-    return tokenizer.chat(messages, *style, tools=getattr(messages, "tools", ()))
+    ((thinking, prefix),) = prompt_styles([tokenizer], config.model.thinking)
+    return tokenizer.chat(messages, thinking, prefix, tools=getattr(messages, "tools", ()))
 
 
 def sample_rows(

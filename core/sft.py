@@ -170,13 +170,16 @@ def main(config: SFTConfig) -> None:
     played = {}
     if config.env.env_name:
         check_files(config.env, [config.env.env_name])
-        limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-        test = resolve_settings(config.env, test_name(config.env.env_name), *limits)
-        played["test_env"], *others = also_evaluated(config.env, [test], config.eval.also_eval, *limits)
+        num_tokens, force_answer_at = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+        test = resolve_settings(config.env, test_name(config.env.env_name), num_tokens, force_answer_at)
+        played["test_env"], *others = also_evaluated(
+            config.env, [test], config.eval.also_eval, num_tokens, force_answer_at
+        )
         played |= {f"test_env.{settings.label}": settings for settings in others}
     run = SftRun(config, layout, {"env": data} | played, tests)
-    arguments = config.lora, config.seed, layout
-    model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
+    model, base, params, tokenizer = load_policy(
+        run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
+    )
     encode = partial(encode_rows, tokenizer, **config.data.encoding)
     rows, note = encode(data.name, data.env.conversations)
     notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
 from core.chains.turns import Conversations, answering_calls
+from core.replies import Replies
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
@@ -19,10 +21,19 @@ NUM_PROMPTS = 4  # prompts that are compared with transformers' rendering
 SAID = ' It is "7" & so on.\n'  # message of an environment or a tool in such a comparison
 
 
-def attach(
-    sampler: Sampler, settings: RolloutSettings, encode: Encode, page_size: int = -1
-) -> dict[str, Sampler | Callable]:
-    """Returns the fields of a RolloutWorker that options replace. Raises: UserError for what cannot be combined."""
+class Attached(NamedTuple):
+    """Fields of a RolloutWorker that depend on options of chains."""
+
+    sampler: Sampler
+    make_replies: type[Replies]
+    notes: tuple[str, ...]  # on prompts
+
+
+def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_size: int = -1) -> Attached:
+    """Returns the sampler, with forced answers and pages, and what takes its replies.
+
+    Raises: UserError for options that cannot be combined.
+    """
     env, problem = settings.env, settings.env.problem(0)
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
@@ -30,11 +41,10 @@ def attach(
     sampler = with_pages(sampler, page_size, has_turns=env.max_turns > 1)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
-    attached = {"sampler": sampler}
     if env.max_turns > 1:
         check_conversations(sampler, settings)
-        attached["make_replies"] = Conversations
-    return attached | {"notes": compare_samples(settings, sampler.tokenizer, encode)}
+    make_replies = Conversations if env.max_turns > 1 else Replies
+    return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
 
 
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:
@@ -49,12 +59,21 @@ def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Enc
         problem = env.problem(number)
         if env.opens:
             problem = replace(problem, messages=[{"role": "user", "content": SAID}])
-        ids, style = encode(problem), (problem.thinking, problem.prefix, problem.plain, problem.tools)
+        check = partial(
+            check_prompt,
+            tokenizer,
+            encode(problem),
+            problem.messages,
+            thinking=problem.thinking,
+            prefix=problem.prefix,
+            plain=problem.plain,
+            tools=problem.tools,
+        )
         notes += tokenizer.prompt_notes(problem.messages, problem.plain)
-        notes += check_prompt(tokenizer, ids, problem.messages, *style, what=f"the prompt of problem {number}")
+        notes += check(what=f"the prompt of problem {number}")
     if env.max_turns > 1:
-        what, said = f"what follows a turn of problem {number}", [{"role": role, "content": SAID}]
-        notes += check_prompt(tokenizer, ids, problem.messages, *style, said, what)
+        said = {"role": role, "content": SAID}
+        notes += check(following=[said], what=f"the observation after a turn of problem {number}")
     if dialect and dialect.is_inline:
         check_result(tokenizer, SAID, dialect.result_opening, dialect.result_closing)
     return tuple(f"{settings.name}: {note}" for note in dict.fromkeys(notes))

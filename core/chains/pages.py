@@ -122,8 +122,8 @@ class PageTable:
         self.shard_of_row = np.repeat(np.arange(num_shards), list(map(len, parts)))
         self.shards = []
         for rows in parts:
-            free = (list(range(count))[::-1] for count in (num_pages, num_slots))
-            self.shards.append(Shard(*free, rows.tolist()))
+            pages, slots = list(range(num_pages))[::-1], list(range(num_slots))[::-1]
+            self.shards.append(Shard(pages=pages, slots=slots, waiting=rows.tolist()))
 
     def reserve(self, needed: Int[np.ndarray, "B"]) -> list[int]:
         """Gets resident rows the pages that they need; returns the youngest ones, put aside if there are too few."""
@@ -223,8 +223,12 @@ class PageTable:
         counts: Int[np.ndarray, "R"],
     ) -> Pages:
         """Returns the pages of rows in their lanes; the others have none."""
-        places = (in_lanes(np.int32(x), lanes, num_lanes, NOWHERE) for x in (table, slots))
-        return Pages(*places, *(in_lanes(np.int32(x), lanes, num_lanes) for x in (columns, counts)))
+        return Pages(
+            table=in_lanes(np.int32(table), lanes, num_lanes, NOWHERE),
+            slots=in_lanes(np.int32(slots), lanes, num_lanes, NOWHERE),
+            columns=in_lanes(np.int32(columns), lanes, num_lanes),
+            counts=in_lanes(np.int32(counts), lanes, num_lanes),
+        )
 
 
 def in_lanes(x: Shaped[np.ndarray, "R ..."], lanes: Int[np.ndarray, "R"], num_lanes: int, empty: int = 0) -> np.ndarray:
@@ -267,9 +271,9 @@ class LaunchedSegment(NamedTuple):
 class PagedChain:
     """The completions of some prompts while they are sampled over pages; tokens and tables are on the host."""
 
-    def __init__(self, sampler: Sampler, job: ChainJob):
+    def __init__(self, sampler: Sampler, weights: Weights, job: ChainJob):
         model, layout, num_rows = sampler.model, sampler.layout, len(job.keys)
-        self.sampler, self.model, self.layout, self.weights = sampler, model, layout, job.weights
+        self.sampler, self.model, self.layout, self.weights = sampler, model, layout, weights
         self.keys, self.row_offset = job.keys, job.row_offset
         self.drawn = Drawn(sampler, job.prompts, num_rows)
         self.prompt_lengths = self.drawn.prompt_lengths
@@ -291,8 +295,14 @@ class PagedChain:
         num_shards = layout.row_shards
         # A state of linear attention is a row's own: its prompt is computed for each row.
         num_shared = np.where(model.delta is None, (self.prompt_lengths - 1) // sizes.page, 0)
-        of_shard = sizes.num_slots // num_shards, sizes.num_pages // num_shards
-        self.table = PageTable(num_shards, *of_shard, sizes.width, self.drawn.owner, num_shared)
+        self.table = PageTable(
+            num_shards=num_shards,
+            num_slots=sizes.num_slots // num_shards,
+            num_pages=sizes.num_pages // num_shards,
+            width=sizes.width,
+            prompts=self.drawn.owner,
+            num_shared=num_shared,
+        )
         self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
         self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
         # What nobody reads takes time of a CPU. States cannot go back to the end of a turn.
@@ -378,7 +388,14 @@ class PagedChain:
             routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
         table = self.table.table[slot].copy()
         table[-(-stop // self.sizes.page) :] = NOWHERE  # padding is written nowhere
-        return PrefillJob(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
+        return PrefillJob(
+            row=row,
+            slot=NOWHERE if is_shared else slot % self.table.num_slots,
+            table=table,
+            column=start,
+            tokens=tokens,
+            routes=routes,
+        )
 
     def compute(self, jobs: list[PrefillJob]) -> None:
         """Computes the cache of tokens, those of several rows at once, in few shapes; shared prompts first."""
@@ -404,20 +421,20 @@ class PagedChain:
 
     def compute_chunk(self, jobs: list[PrefillJob], num_rows: int, num_tokens: int) -> None:
         """Computes the cache of jobs of at most so many tokens, at most so many rows."""
-        rows, slots, table, columns, tokens, routes = map(list, zip(*jobs, strict=True))
-        rows, counts = np.array(rows), np.array(list(map(len, tokens)))
+        rows, columns = np.array([job.row for job in jobs]), np.array([job.column for job in jobs])
+        slots, counts = np.array([job.slot for job in jobs]), np.array([len(job.tokens) for job in jobs])
         lanes = self.table.lanes(rows, num_rows)
-        width = self.read_width(int((np.array(columns) + counts).max()))
-        pages = self.table.pages(lanes, num_rows, np.array(table)[:, :width], slots, columns, counts)
-        padded = np.zeros((num_rows, num_tokens), np.int32)
-        recorded = np.zeros((num_rows, num_tokens, *self.model.route_shape), np.int16)
-        for lane, own, own_routes in zip(lanes, tokens, routes, strict=True):
-            padded[lane, : len(own)] = own
-            if own_routes is not None:
-                recorded[lane, : len(own)] = own_routes
+        table = np.array([job.table for job in jobs])[:, : self.read_width(int((columns + counts).max()))]
+        pages = self.table.pages(lanes, num_rows, table, slots, columns, counts)
+        tokens = np.zeros((num_rows, num_tokens), np.int32)
+        routes = np.zeros((num_rows, num_tokens, *self.model.route_shape), np.int16)
+        for lane, job in zip(lanes, jobs, strict=True):
+            tokens[lane, : len(job.tokens)] = job.tokens
+            if job.routes is not None:
+                routes[lane, : len(job.tokens)] = job.routes
         weights = self.weights_of(in_lanes(rows, lanes, num_rows))
-        arrays = self.layout.put((pages, padded, recorded if self.model.num_experts else None))
-        self.state = prefill_pages(self.model, weights, self.state, *arrays)
+        pages, tokens, routes = self.layout.put((pages, tokens, routes if self.model.num_experts else None))
+        self.state = prefill_pages(self.model, weights, self.state, pages, tokens, routes)
 
     def read_width(self, num_tokens: int) -> int:
         """Returns how many pages of each row a program gets: of all, or of few numbers that hold these tokens."""
@@ -453,11 +470,21 @@ class PagedChain:
         )
         is_read = starts == self.num_tokens[rows]
         given = np.where(is_read, self.last_tokens_of(rows), -1).astype(np.int32)
-        state = given, starts.astype(np.int32), self.keys[rows]
-        arrays = self.layout.put((pages, *(in_lanes(x, lanes, num_lanes) for x in state)))
-        settings = self.model, sampler.distribution, self.sizes.steps, sampler.stop_ids if self.model.delta else ()
-        weights = self.weights_of(in_lanes(rows, lanes, num_lanes))
-        self.state, self.last_tokens, columns = decode_pages(*settings, weights, self.state, self.last_tokens, *arrays)
+        of_lanes = [in_lanes(x, lanes, num_lanes) for x in (given, starts.astype(np.int32), self.keys[rows])]
+        pages, given, numbers, keys = self.layout.put((pages, *of_lanes))
+        self.state, self.last_tokens, columns = decode_pages(
+            self.model,
+            sampler.distribution,
+            self.sizes.steps,
+            sampler.stop_ids if self.model.delta else (),
+            self.weights_of(in_lanes(rows, lanes, num_lanes)),
+            self.state,
+            self.last_tokens,
+            pages,
+            given,
+            numbers,
+            keys,
+        )
         self.num_launched[rows] += counts
         self.num_cached[rows] = self.prompt_lengths[rows] - 1 + self.num_launched[rows]
         shards = self.table.shards
@@ -481,7 +508,8 @@ class PagedChain:
         """Adds the tokens of a segment to its rows, up to the end of their turns."""
         results = self.layout.fetch(segment.columns)
         is_valid = (self.versions[segment.rows] == segment.versions) & ~self.is_over[segment.rows]
-        rows, lanes, starts, counts = (x[is_valid] for x in segment[:4])
+        rows, lanes = segment.rows[is_valid], segment.lanes[is_valid]
+        starts, counts = segment.starts[is_valid], segment.counts[is_valid]
         if not len(rows):
             return
         results = [x[lanes] for x in results]
@@ -586,7 +614,15 @@ def page_sizes(sampler: Sampler, num_rows: int, longest_prompt: int) -> PageSize
         lanes.insert(0, lanes[0] // 2)
     chunks = [(round_up(rows, num_shards), num_tokens) for rows, num_tokens in CHUNKS_ON_CPU if paging.adapts]
     chunks = chunks or [(round_up(rows, num_shards), n) for rows, n in CHUNKS if n < longest or n == CHUNKS[0][1]]
-    return PageSizes(page, width, num_pages * num_shards, num_slots, steps, lanes, chunks)
+    return PageSizes(
+        page=page,
+        width=width,
+        num_pages=num_pages * num_shards,
+        num_slots=num_slots,
+        steps=steps,
+        lanes=lanes,
+        chunks=chunks,
+    )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -603,8 +639,9 @@ def prefill_pages(
     before, cache = map(list, zip(*begin(model, state, pages, num_tokens), strict=True))
     is_token = jnp.arange(num_tokens) < pages.counts[:, None]
     attention = partial(page_attention, model=model, pages=pages, number=jnp.int32(0))
-    inputs = before, cache, tokens, pages.columns, attention, is_token, routes
-    _, cache, _ = decoder.decode_states(model, weights, *inputs)
+    _, cache, _ = decoder.decode_states(
+        model, weights, before, cache, tokens, pages.columns, attention, is_token, routes
+    )
     return end(model, state, cache, pages)
 
 
@@ -636,8 +673,10 @@ def decode_pages(
         if has_states:
             is_live &= (i < pages.counts) & ((i == 0) | ~jnp.isin(last, jnp.array(stop_ids, jnp.int32)))
         attention = partial(page_attention, model=model, pages=pages, number=i)
-        inputs = before, layers, last[:, None], pages.columns + i, attention, is_live[:, None] if has_states else None
-        hidden, layers, routes = decoder.decode_states(model, weights, *inputs)
+        is_token = is_live[:, None] if has_states else None
+        hidden, layers, routes = decoder.decode_states(
+            model, weights, before, layers, last[:, None], pages.columns + i, attention, is_token
+        )
         return decoder.head(model, weights, hidden[:, -1]), (layers, is_live), routes
 
     cache = layers, jnp.ones(len(keys), bool)

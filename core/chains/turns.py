@@ -27,6 +27,7 @@ from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
 from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import GradedReplies, ScoringStream
 from models.messages import Message, is_begun
+from models.names import Weights
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.devices.threads import between_turns
@@ -46,8 +47,10 @@ class Observation(NamedTuple):
 class TurnChain(PagedChain):
     """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
 
-    def __init__(self, environment: "Conversations", first_row: int, sampler: Sampler, job: ChainJob):
-        super().__init__(sampler, job)
+    def __init__(
+        self, environment: "Conversations", first_row: int, sampler: Sampler, weights: Weights, job: ChainJob
+    ):
+        super().__init__(sampler, weights, job)
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
@@ -134,7 +137,13 @@ class Record:
     @property
     def turns(self) -> Turns:
         """Request for the environment's response to the last reply."""
-        return Turns(self.seed, tuple(self.replies), bool(self.stop), self.game, self.said)
+        return Turns(
+            seed=self.seed,
+            replies=tuple(self.replies),
+            is_truncated=bool(self.stop),
+            game=self.game,
+            said=self.said,
+        )
 
     def before(self, prompt: Sequence[Message]) -> list[Message]:
         """Returns the messages up to the last reply, for the chat template: without sampled ones."""
@@ -298,8 +307,14 @@ class Conversations(Replies):
             dialect = DIALECTS[self.env.dialect]
             return self.tokenizer.results(step.messages, dialect.result_opening, dialect.result_closing)
         problem, episode = self.problems[row], self.episodes[row]
-        style = problem.thinking, problem.prefix, problem.plain, problem.tools
-        bridge = self.tokenizer.bridge(episode.before(problem.messages), step.messages, *style)
+        bridge = self.tokenizer.bridge(
+            episode.before(problem.messages),
+            step.messages,
+            thinking=problem.thinking,
+            prefix=problem.prefix,
+            plain=problem.plain,
+            tools=problem.tools,
+        )
         return bridge.after(episode.last_token)
 
     def add_scores(self, row: int, step: Step) -> None:

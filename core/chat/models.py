@@ -71,7 +71,8 @@ class ChatModel:
         """Returns the reply to a conversation; `show_text` gets it so far after each segment, and whole at the end."""
         check_text([message["content"] for message in messages])
         sampler, tokenizer = self.sampler, self.sampler.tokenizer
-        prompt = tokenizer.chat(messages, *self.style)
+        thinking, prefix = self.style
+        prompt = tokenizer.chat(messages, thinking, prefix)
 
         def on_segment(segment: Segment) -> None:
             tokens, num_sampled = segment.tokens[0], segment.num_sampled

@@ -119,7 +119,8 @@ def run_command(model: Model, text: str) -> str:
         return f"{text}: there is no such command\n{HELP}"
     try:
         if arguments:
-            model.change(*arguments)
+            setting, value = arguments
+            model.change(setting, value)
     except UserError as error:
         return str(error)
     return model.describe()

@@ -25,7 +25,7 @@ from core.extensions.teacher import StateLearner, TaughtLearner
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
-from core.sampler import Sampler
+from core.sampler import Sampler, SlotState
 from core.terms.distill import COEFFICIENTS, LOGPROBS, SAMPLED
 from envs.prompts import longest_prompt
 from models import decoder
@@ -146,11 +146,17 @@ def chain_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sampl
     for per_block, per_prompt in blocks:
         size = per_block * per_prompt
         prompts = cache_shape(layout, decoder.without_states(computed), per_block, sampler.prompt_columns)
-        state = shape(per_block), shape(size), shape(size, 2, dtype=np.uint32), shape(size, steps)
+        state = SlotState(
+            start=number,
+            starts=shape(per_block),
+            last_tokens=shape(size),
+            keys=shape(size, 2, dtype=np.uint32),
+            forced=shape(size, steps),
+            count=number,
+        )
         for width in dict.fromkeys(map(sampler.cache_columns, range(1, sampler.max_new_tokens + 1))):
             cache = cache_shape(layout, computed, size, width)
-            arguments = weights, prompts, cache, number, *state, number
-            yield sampling.decode_segment, (model, sampler.distribution, steps, *arguments)
+            yield sampling.decode_segment, (model, sampler.distribution, steps, weights, prompts, cache, state)
 
 
 def cache_shape(layout: Layout, cache: Cache, num_rows: int, width: int) -> PyTree:
@@ -213,10 +219,11 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     if config.objective.kl_coef and is_without_gradients:
         yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
     yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
-    others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
+    if learner.layout.num_chains(model.num_parameters) > 1:
+        yield learners.add_sums, (sums, sums)
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
-    yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
+    yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1))
 
 
 def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:

@@ -137,9 +137,15 @@ def with_prompts(prompts: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch,
     mask[kept[0], columns[kept]] = batch.mask[kept]
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    lengths, prompt_lengths = batch.lengths + shifts, batch.prompt_lengths + shifts
-    sampled = np.zeros(shape, np.float32)
-    return Batch(tokens, mask, sampled, batch.rewards, lengths, prompt_lengths), columns
+    shown = Batch(
+        tokens=tokens,
+        mask=mask,
+        sample_logprobs=np.zeros(shape, np.float32),
+        rewards=batch.rewards,
+        lengths=batch.lengths + shifts,
+        prompt_lengths=batch.prompt_lengths + shifts,
+    )
+    return shown, columns
 
 
 @dataclass(frozen=True)
@@ -414,8 +420,17 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
             "--teacher_prefix, or the system message of the environment"
         )
     said = SHOWN if text == SIBLING else text
-    shown, style = prefix.prompt(problem, said), (problem.thinking, problem.prefix, problem.plain, problem.tools)
-    check_prompt(tokenizer, shown, [system(said), *problem.messages], *style, what="the teacher's prompt")
+    shown = prefix.prompt(problem, said)
+    check_prompt(
+        tokenizer,
+        shown,
+        [system(said), *problem.messages],
+        thinking=problem.thinking,
+        prefix=problem.prefix,
+        plain=problem.plain,
+        tools=problem.tools,
+        what="the teacher's prompt",
+    )
     num_added = len(shown) - len(encode_prompt(tokenizer, problem)) + num_written
     return replace(prefix, text=text, longest=max(0, num_added))
 

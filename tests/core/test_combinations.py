@@ -27,7 +27,7 @@ from core.records import Batch, Episodes
 from core.replies import Replies
 from core.rollout import RolloutWorker
 from core.run.metrics import rollout_metrics
-from core.sampler import Sampler, sample_keys
+from core.sampler import Sampler, SlotState, sample_keys
 from core.terms.lengths import with_length_reward
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
@@ -155,9 +155,9 @@ class Drawing(NamedTuple):
     scripts: list[list[int]]  # by row
     keys: list[list[int]]
 
-    def decode_segment(self, model, _, steps: int, weights, caches, cache, start, starts, last, keys, *__) -> tuple:
-        numbers = [self.keys.index(key) for key in np.asarray(keys).tolist()]
-        tokens = np.array([self.scripts[number][int(start) :][:steps] for number in numbers], np.int32)
+    def decode_segment(self, model, _, steps: int, weights, caches, cache, state: SlotState) -> tuple:
+        numbers = [self.keys.index(key) for key in np.asarray(state.keys).tolist()]
+        tokens = np.array([self.scripts[number][int(state.start) :][:steps] for number in numbers], np.int32)
         logprobs = np.zeros(tokens.shape, np.float32)
         routes = np.zeros((*tokens.shape, *model.route_shape))
         return cache, (tokens, logprobs, np.zeros((*tokens.shape, 0)), routes)
