@@ -82,7 +82,7 @@ class EvalCommand:
 
 
 def parse_command(argv: Sequence[str]) -> EvalCommand:
-    """Returns the settings of a command line; those of a run that is evaluated are the defaults."""
+    """Returns the settings of a command line; the defaults are the settings of the run that is evaluated."""
     aliases = {"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"}
     return parse(EvalCommand, argv, __doc__, aliases, implied=settings_of_run)
 
@@ -90,13 +90,13 @@ def parse_command(argv: Sequence[str]) -> EvalCommand:
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
-    Of models/tiny they are the demo's. Settings that do not change results, such as rows per call, are left to
-    this machine. Raises: UserError for a run of others that would run code.
+    For models/tiny they are the demo's. Settings that do not change results, such as rows per call, are not taken over.
+    Raises: UserError for another user's run that would run code.
     """
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained:
         trained = demo_of_tiny(options)
-    others = trained.keys() - options_of(EvalCommand).keys()  # as test_env_options, which only the run can have set
+    others = trained.keys() - options_of(EvalCommand).keys()  # such as test_env_options: only the run can have set them
     name_source(run, others)
     trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
@@ -113,13 +113,13 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def name_source(run: str, names: Iterable[str]) -> None:
-    """Lets an error about these settings name the file of the run that they are taken from."""
+    """Registers the run's file as the source of these settings, for errors about them."""
     if run:
         SET_BY.update(dict.fromkeys(names, f"{run}/config.json"))
 
 
 def inheritance_note(config: EvalCommand) -> str:
-    """Returns a line with the settings that are those of the run that is evaluated, and no defaults."""
+    """Returns a line with the settings that are taken from the run that is evaluated and differ from defaults."""
     options = to_dict(config)
     changed = changed_options(EvalCommand, options)
     trained = settings_of_run(options)
@@ -169,7 +169,7 @@ def evaluate_checkpoint(
 def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: int) -> str:
     """Returns the first `count` problems with the scores of example replies, and quantiles of prompt lengths in tokens.
 
-    `decode` shows special tokens, too. Control characters of the data are dropped, since a terminal obeys them.
+    `decode` also shows special tokens. Control characters in the data are dropped, since a terminal obeys them.
     """
     lines = ["no model is run: these are problems, and example replies with their scores"]
     lines += [env.note] if env.note else []
@@ -193,9 +193,9 @@ def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: in
 
 
 def example_calls(env: Env, problem: Problem) -> list[Reply]:
-    """Returns a call of each tool that is announced, made from its schema: with the arguments that it requires."""
+    """Returns an example call of each announced tool, with the required arguments of its schema."""
     calls = []
-    for tool in problem.tools if env.dialect else ():  # tools without a dialect are shown, and not called
+    for tool in problem.tools if env.dialect else ():  # tools without a dialect are shown only
         function = tool_schema(tool)["function"]
         schema = function["parameters"]
         arguments = {name: example_argument(schema["properties"][name]) for name in schema.get("required", [])}
@@ -234,7 +234,7 @@ def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
 
 
 def describe_outcome(env: Env, problem: Problem, reply: Reply) -> str:
-    """Returns the scores of a reply, or what follows it as the first turn of an episode, on a line."""
+    """Returns a line: the scores of a reply, or what the environment answers to it as a first turn."""
     if env.max_turns == 1:
         return describe_scores(env.score(problem, reply.text))
     episode = env.episode(problem, seed=0)

@@ -3,7 +3,7 @@
     python core/grpo.py                                              # the demo: models/tiny learns Countdown on a CPU
     python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
 
-To change the loss: core/objectives.py, the advantage: core/advantages.py, what is drawn: core/sampler.py.
+To change the loss: core/objectives.py, the advantage: core/advantages.py, how tokens are sampled: core/sampler.py.
 To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 170 lines: core/minimal.py.
 
@@ -148,13 +148,13 @@ def train(
 
 
 class Rollouts:
-    """Draws the rollouts of each step by the current policy, when the step begins."""
+    """Samples the rollouts of each step with the current policy, when the step begins."""
 
     def __init__(self, config: Config, worker: RolloutWorker, learner: Learner):
         self.config, self.worker, self.learner = config, worker, learner
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
-        """Returns the rollouts of the step behind `progress`, and the progress after it."""
+        """Returns the state, the rollouts of the step after `progress`, and the progress after that step."""
         weights = self.worker.load_weights(self.learner.policy(state.params))  # cast and laid out for decoding
         episodes, cursor = collect(self.worker, weights, self.config, progress.step + 1, progress.cursor)
         return state, episodes, progress.after_step(cursor, len(episodes))
@@ -186,9 +186,9 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         positions = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
-        # Keys depend on the position in the run: where a new epoch begins, a task may come twice in a step.
+        # Keys depend on the position in the run, since a task may occur twice in a step that begins a new epoch.
         episodes = worker.play(weights, tasks, group_size, key, positions)
-        # In training only: held-out returns are without it.
+        # In training only: held-out returns have no length reward.
         if config.rewards.length_reward:
             episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
@@ -200,16 +200,15 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         budget -= num_groups
         num_sampled_groups += num_groups
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
-        # Drops the groups behind the last one that is needed; the next step draws their tasks again. So a step's batch
-        # does not depend on `rows_per_call`.
+        # The next step samples the tasks of groups that are not needed again: a batch must not depend on rows_per_call.
         cursor += num_groups if missing else int(groups[-1]) + 1
     return replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows)), cursor
 
 
 def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
-    """Returns the smallest of `group_counts` that is expected to hold `missing` with signal, at a fraction `share`.
+    """Returns the smallest of `group_counts` that is expected to hold `missing` groups with signal.
 
-    What is drawn does not depend on it, only how much of it is thrown away.
+    `share` of the groups have signal. The batch does not depend on this number, only the sampling that is wasted does.
     """
     counts = [count for count in group_counts(max_groups) if count * share >= missing]
     return min(counts, default=max_groups)
@@ -227,7 +226,7 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows of the episodes; the reward is NaN where the grader failed: the row is dropped."""
+    """Returns all rows of the episodes. A row whose grader failed has reward NaN, and will be dropped."""
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
     return Batch(
@@ -248,7 +247,7 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def fraction_done(config: Config, worker: RolloutWorker, progress: Progress) -> float:
-    """Returns how much of the run is done, by its steps or by its problems under --num_epochs; 1 and more: all."""
+    """Returns the fraction of the run that is done, of its steps or of its problems under --num_epochs; 1: done."""
     num_problems = config.num_epochs * worker.num_tasks
     by_problems = progress.cursor / num_problems if num_problems else 0.0
     return max(progress.step / config.max_steps, by_problems)

@@ -101,10 +101,10 @@ class Learner:
     num_generation_tokens: int  # completion limit
     tokens_per_microbatch: int  # packed tokens of a device
     reference: Params | Weights | None = None  # parameters of the reference model of the KL
-    base: Weights = field(default_factory=dict)  # LoRA's base; empty where all parameters are trained
-    beside: Weights = field(default_factory=dict)  # the policy's weights in updates: what the loss reads besides
+    base: Weights = field(default_factory=dict)  # frozen base of LoRA; empty if all parameters are trained
+    beside: Weights = field(default_factory=dict)  # frozen weights that the loss also reads: a teacher's head
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
-    notes: tuple[str, ...] = ()  # what was decided about memory
+    notes: tuple[str, ...] = ()  # decisions about memory, printed at the start
     sampling_room: Room | None = None  # None: not planned yet
 
     def policy(self, params: Params | Adapters) -> Policy:
@@ -125,12 +125,12 @@ class Learner:
 
     @property
     def row_length(self) -> int:
-        """Returns the most columns of a row."""
+        """Returns the maximum number of columns of a row."""
         return self.config.sampling.prompt_length + self.num_generation_tokens
 
     @property
     def most_rows(self) -> int:
-        """Returns the most rows of an optimizer step on a shard."""
+        """Returns the maximum number of rows of an optimizer step on a shard."""
         return -(-self.config.minibatch_size // self.layout.row_shards)
 
     @property
@@ -147,9 +147,9 @@ class Learner:
     def add_logprobs(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
-        """Computes old log-probabilities, the reference's and the critic's values, before the first update.
+        """Adds old and reference log-probabilities and the critic's values, before the first update of a step.
 
-        `episodes`: those of the rows, whose texts a teacher reads.
+        `episodes` are those of the rows; a teacher reads their texts.
         """
         objective = self.config.objective
         if not len(batch):
@@ -163,7 +163,7 @@ class Learner:
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
-                outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # it routes for itself
+                outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # by its own router
                 batch = replace(batch, ref_logprobs=outputs.logprobs)
         return state, batch
 
@@ -235,13 +235,13 @@ class Learner:
         return sums, parts
 
     def between_updates(self, state: TrainState) -> TrainState:
-        """Returns the state as it is held until the next update: under --offload the optimizer's by the host."""
+        """Returns the state between updates: --offload keeps the optimizer's state on the host."""
         if not self.config.memory.offload:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
     def chains(self, batch: Batch, shapes: Sequence[MicrobatchShape]) -> list[Iterator[PackedRows]]:
-        """Returns the micro-batches of a batch, in a part for each chain of them; each is built when needed."""
+        """Returns the micro-batches of a batch, divided into chains; a micro-batch is built when it is needed."""
         sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
         shards = self.layout.row_shards
         plan = plan_microbatches(sizes, shapes, shards)
@@ -262,7 +262,7 @@ class Learner:
         return grads, self.layout.put(np.float32(0))
 
     def planned(self, state: TrainState, beside: PyTree = None) -> Self:
-        """Returns a learner whose micro-batches fit into memory with this state, and other arrays that are held."""
+        """Returns a learner whose micro-batches fit into memory, next to this state and other arrays."""
         config = self.config
         plan = fit_memory(
             config.memory,
@@ -291,7 +291,7 @@ class Learner:
         return reduce_metrics(parts) | metrics | {"lr": lr}
 
     def metrics(self, updates: Sequence[Update]) -> dict[str, float | list[float]]:
-        """Returns the metrics of a step: means over its updates, and lists of each one's under "updates/...".
+        """Returns the metrics of a step: means over its updates, and lists with a number for each as "updates/...".
 
         Raises: FloatingPointError after MAX_SKIPPED updates in a row whose loss or gradient is not finite.
         """
@@ -316,16 +316,13 @@ class Learner:
                 )
 
     def out_of_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Ends the program with what to lower where a device has no memory left."""
+        """Ends the program with the option to lower if a device runs out of memory."""
         more = "" if self.model.remat == "full" else " or set --remat full"
         return out_of_memory("tokens_per_microbatch", self.tokens_per_microbatch, more)
 
 
 def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int) -> list[Batch]:
-    """Returns the batch in random order, in ceil(rows / --ppo_minibatch) nearly equal parts.
-
-    Fewer rows make fewer or smaller minibatches: no remainder is dropped.
-    """
+    """Returns the batch in random order, in ceil(rows / --ppo_minibatch) nearly equal parts; no row is left over."""
     order = np.random.default_rng((config.seed, step, epoch)).permutation(len(batch))
     num_minibatches = -(-len(batch) // config.minibatch_size)
     return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []
@@ -358,7 +355,7 @@ def accumulate(
     base: Weights | None = None,
     beside: Weights | None = None,
 ) -> tuple[Sums, dict[str, Array]]:
-    """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
+    """Adds a micro-batch's gradient and loss to the sums; returns the sums, and its metrics, which are also summed."""
 
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
         policy = make_policy(base, params) | (beside or {})
@@ -424,7 +421,7 @@ def make_learner(
 ) -> tuple[Learner, TrainState]:
     """Returns the learner, with micro-batches that fit into memory, and the training state at step 0.
 
-    `params` are what is trained: adapters where there is a `base` below them.
+    `params` are trained: adapters if there is a `base` below them.
     """
     base = base or {}
     objective = config.objective

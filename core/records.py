@@ -33,15 +33,15 @@ class Completions:
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose: completion with its stop token, without forced tokens
-    logprobs: Float[Array, "B T"]  # of drawn tokens under the distribution that was sampled, nats; 0: of forced ones
+    logprobs: Float[Array, "B T"]  # nats, of sampled tokens under the distribution that was sampled; 0: forced token
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"]  # ended in another way than by the limit of tokens; else it was cut off
+    finished: Bool[Array, "B"]  # False: truncated at the limit of tokens
     slot_steps: Float[Array, "B"]  # decode work charged to the row: slots x steps of each segment / its live rows
-    num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
-    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
-    routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
-    num_recomputed: Int[Array, "B"] | None = None  # tokens whose cache was lost and computed again; None: drawn in step
+    num_observed: Int[Array, "B"]  # tokens of observations
+    support: Int[Array, "B T S"] | None = None  # ids that could be sampled, padded with -1; None: all
+    routes: Int[Array, "B T L k"] | None = None  # experts that computed the sample, from 1 on; 0: not recorded
+    num_recomputed: Int[Array, "B"] | None = None  # tokens whose cache was lost and computed again; None: no pages
     extras: Extras = field(default_factory=dict)  # see EXTRAS
 
 
@@ -51,19 +51,19 @@ class Episodes:
 
     completions: Completions
     task_ids: Int[np.ndarray, "B"]  # number of the problem in the environment
-    texts: list[str]  # that were scored: the prompt's assistant prefix and the completion; of a conversation the last
-    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 where the reward failed
+    texts: list[str]  # graded text: the assistant prefix and the completion; in a conversation, the last reply
+    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 if the reward failed
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
-    load: dict[str, float] = field(default_factory=dict)  # of draws over pages: sums over their segments
-    problems: list[Problem] = field(default_factory=list)  # of the rows, as their prompts show them
-    stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens where not `finished`
-    conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
+    load: dict[str, float] = field(default_factory=dict)  # of sampling over pages: sums over segments
+    problems: list[Problem] = field(default_factory=list)  # of rows, as their prompts show them
+    stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens if truncated
+    conversations: list[list[Message]] = field(default_factory=list)  # after the prompts: turns and observations
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
     positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run
     has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
-    metrics: dict[str, float] = field(default_factory=dict)  # logged besides, in place of those of the same name
+    metrics: dict[str, float] = field(default_factory=dict)  # extra metrics, which override others of the same name
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:
@@ -71,18 +71,18 @@ class Episodes:
 
     @property
     def extras(self) -> Extras:
-        """Arrays of the completions, to which more may be added."""
+        """Extra arrays of the completions; entries may be added."""
         return self.completions.extras
 
     @property
     def completion_lengths(self) -> Int[np.ndarray, "B"]:
-        """Tokens of the policy in each row, forced ones included."""
+        """Number of tokens of the policy in each row, with forced tokens."""
         completions = self.completions
         return np.asarray(completions.lengths - completions.prompt_lengths - completions.num_observed)
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
-    """Returns the episodes one below the other; counts and times are added up."""
+    """Returns the rows of all parts in one record; counts and times are added up."""
     names = dict.fromkeys(name for part in parts for name in part.scores)
     missing = [np.zeros(len(part.texts), np.float32) for part in parts]
     scores = {}
@@ -124,9 +124,9 @@ class Batch:
     rewards: Float[Array, "B"]  # NaN: the grader failed
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"] | None = None  # not cut off by the limit of tokens
-    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
-    routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0 or None: not recorded
+    finished: Bool[Array, "B"] | None = None  # False: truncated at the limit of tokens
+    support: Int[Array, "B T S"] | None = None  # ids that could be sampled, padded with -1; None: all
+    routes: Int[Array, "B T L k"] | None = None  # experts that computed the sample, from 1 on; 0, None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
     token_rewards: Float[Array, "B T"] | None = None  # of turns, each with its last token; None: single replies
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
@@ -136,7 +136,7 @@ class Batch:
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
-    num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimizer batch where the mask is True
+    num_tokens: Float[Array, "B"] | None = None  # unmasked tokens of the whole optimizer batch
     extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.outputs read them
     # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = field(default=1, metadata={"static": True})
@@ -146,14 +146,14 @@ class Batch:
 
 
 def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
+    """Returns x with 0 for masked tokens, whose numbers could overflow in exp."""
     return jnp.where(batch.mask, x, 0.0)
 
 
 def sum_over_rows(
     x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
 ) -> Float[Array, ""]:
-    """Sum over tokens where the mask is True, each row divided by its denominator."""
+    """Sum over unmasked tokens, each row divided by its denominator."""
     return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
 
 
@@ -163,13 +163,13 @@ def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Flo
 
 
 def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
+    """Mean over those tokens of each row whose mask is True; 0 for a row without such tokens."""
     num_tokens = mask.sum(axis=1, keepdims=True)
     return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
 def differs(rewards: Float[np.ndarray, "*R G"]) -> Bool[np.ndarray, "*R"]:
-    """True for groups whose rewards are not all equal; NaN (the grader failed) is passed over."""
+    """True for groups whose rewards are not all equal; NaN (the grader failed) is ignored."""
     is_graded = ~np.isnan(rewards)
     highest = rewards.max(axis=-1, where=is_graded, initial=-np.inf)
     lowest = rewards.min(axis=-1, where=is_graded, initial=np.inf)
@@ -177,7 +177,7 @@ def differs(rewards: Float[np.ndarray, "*R G"]) -> Bool[np.ndarray, "*R"]:
 
 
 def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
-    """Mean over the numbers of each group that are not NaN; 0 where all are (np.nanmean would warn)."""
+    """Mean over the numbers of each group that are not NaN; 0 if all are NaN (np.nanmean would warn)."""
     is_graded = ~np.isnan(x)
     num_graded = np.float32(is_graded.sum(axis=1, keepdims=True))
     total = np.where(is_graded, x, 0).sum(axis=1, keepdims=True)
@@ -185,7 +185,7 @@ def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
 
 
 def masked_whiten(x: Float[np.ndarray, "R C"], where: Bool[np.ndarray, "R D"]) -> Float[np.ndarray, "R E"]:
-    """Returns (x - mean) / std, both over `where`; 0 where all of that is equal."""
+    """Returns (x - mean) / std, with mean and std over `where`; 0 if all numbers there are equal."""
     x, where = np.broadcast_arrays(x, where)
     if not where.any():
         return np.zeros_like(x)

@@ -42,7 +42,7 @@ Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are t
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Plays the tasks of an environment with the weights it is given, and scores the replies."""
+    """Plays the tasks of an environment with given weights, and grades the replies."""
 
     env: Env
     name: str  # of the environment
@@ -50,10 +50,10 @@ class RolloutWorker:
     sampler: Sampler
     scorer: Scorer
     layout: Layout
-    rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
+    rows_per_call: int  # completions sampled at once; 0: all, until `with_room` sets it from free memory
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
     make_replies: type[Replies] = Replies  # of several turns: `Conversations` of core/chains/turns.py
-    notes: tuple[str, ...] = ()  # on its prompts, printed at the start
+    notes: tuple[str, ...] = ()  # about its prompts, printed at the start
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +75,9 @@ class RolloutWorker:
         return bucket(self.sampler.max_prompt_tokens + self.sampler.max_new_tokens)
 
     def with_room(self, room: Room, num_rows: int) -> Self:
-        """Returns a worker on the mesh that samples, with as many rows at once as fit, or as the settings say.
+        """Returns a worker on the mesh that samples, with the rows at once that the settings name, or that fit.
 
-        `num_rows`: those of a step.
+        `num_rows`: rows of a step.
         """
         (layout, num_bytes), asked = room, self.rows_per_call // self.layout.row_shards
         sampler, rows_per_call = self.sampler.on(layout), 0
@@ -120,10 +120,10 @@ class RolloutWorker:
         key: Key,
         positions: Int[np.ndarray, "N"] | None = None,
     ) -> Episodes:
-        """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
+        """Samples `num_samples` completions of each task and grades them; results do not depend on `rows_per_call`.
 
-        `tasks` are indices into the problems whose prompts fit. A row's key is made from `key`, its sample, and its
-        task's number in the environment, or its group's position in the run where `positions` are given.
+        `tasks` are indices into the problems whose prompts fit. A row's key is made from `key`, the number of its
+        sample, and the position of its group. Without `positions`, a task's number in the environment is its position.
         """
         clock = time.perf_counter()
         task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
@@ -172,7 +172,7 @@ class RolloutWorker:
 
 
 def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:
-    """Returns arrays [B] of each part of the rewards, 0 where a row has none."""
+    """Returns an array [B] for each part of the rewards; 0 for a row without this part."""
     names = {"return", "correct_answer"}.union(*(reward or {} for reward in rewards))
     scores = {}
     for name in sorted(names):
@@ -195,9 +195,9 @@ def make_worker(
     layout: Layout,
     failures_dir: str | Path = "",
 ) -> RolloutWorker:
-    """Returns a worker for an environment; replies whose scoring failed are written to `failures_dir`, if any.
+    """Returns a worker for an environment. Replies whose grader failed are written to `failures_dir`, if it is given.
 
-    Raises: UserError when no prompt is short enough.
+    Raises: UserError if no prompt is short enough.
     """
     env = settings.env
     encode = partial(encode_prompt, tokenizer)
@@ -236,9 +236,10 @@ def make_worker(
 def evaluate(
     worker: RolloutWorker, params: Params, num_tasks: int, num_samples: int, seed: int = 0
 ) -> tuple[dict[str, float], Episodes, Estimates]:
-    """Scores on the first problems: means over tasks, and half-widths of their 95% intervals (`_ci`).
+    """Returns scores on the first problems, the episodes, and the estimates of each task.
 
-    `num_tasks`: how many; 0: all, -1: as many as the environment suggests.
+    Scores are means over tasks, with half-widths of their 95% intervals (`_ci`). `num_tasks`: number of problems; 0:
+    all, -1: as many as the environment suggests.
     """
     tasks = np.arange(worker.num_eval_tasks(num_tasks))
     episodes = worker.play(worker.load_weights(params), tasks, num_samples, make_key(seed))
@@ -259,14 +260,15 @@ def evaluate(
 def evaluate_held_out(
     workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int
 ) -> tuple[dict[str, float], Episodes]:
-    """Returns the scores on held-out problems under the names of the log, and the episodes of the test environment.
+    """Returns held-out scores as metrics, and the episodes of the test environment.
 
-    The names are "test_env/...", of --also_eval "test_env.LABEL/...", and "times/test" for the seconds that it took.
+    Metrics begin with "test_env/", or with "test_env.LABEL/" for --also_eval; "times/test" are the seconds.
     """
     clock, metrics, examples = time.perf_counter(), {}, {}
     for role in (role for role in workers if role.startswith("test_env")):
-        limits = config.num_eval_tasks, config.num_eval_samples
-        scores, examples[role], _ = evaluate(workers[role], params, *limits, seed)
+        scores, examples[role], _ = evaluate(
+            workers[role], params, config.num_eval_tasks, config.num_eval_samples, seed
+        )
         # A reply that is graded again has scores of its own names: LABEL/return.
         metrics |= {f"{role}{'.' if '/' in name else '/'}{name}": x for name, x in scores.items()}
     metrics["times/test"] = time.perf_counter() - clock

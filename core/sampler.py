@@ -1,10 +1,10 @@
 """Samples completions with a KV cache: compiled segments, early exit, fewer slots for fewer rows, shared prompts.
 
-There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot. All rows are at
-the same token: so single replies are drawn on one CPU, by `Chain`. Elsewhere core/chains/pages.py draws them.
+`Chain` samples single replies on one CPU: all rows are at the same token. On accelerators and in conversations,
+core/chains/pages.py samples. `Chain` has two caches: of prompts, one row a prompt, and of completions, one row a slot.
 
-To change which token is drawn (a penalty, another truncation): the step of `draw_tokens`.
-To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
+To change which token is sampled (a penalty, another truncation): the step of `draw_tokens`.
+To change when a completion ends: `completion_end`. To change the order of work, or what is kept of it: `Sampler`.
 
 N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots.
 """
@@ -38,8 +38,8 @@ from utils.settings.errors import UserError, refuse
 from utils.settings.options import option
 from utils.threefry import threefry
 
-MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
-PROMPTS = 8  # whose caches are computed at once
+MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the tokens to the host
+PROMPTS = 8  # prompts whose caches are computed at once
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Drawn:
         self.prompts = prompts
         self.owner = np.repeat(np.arange(len(prompts)), num_rows // len(prompts))  # prompt of each row
         self.prompt_lengths = np.array([len(prompt) for prompt in prompts])[self.owner]
-        self.first_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]  # that a draw reads
+        self.first_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]  # inputs of first steps
         self.tokens = np.zeros(shape, np.int32)
         self.logprobs = np.zeros(shape, np.float32)
         self.mask = np.zeros(shape, bool)
@@ -145,7 +145,7 @@ class Drawn:
         counts: Int[np.ndarray, "R"],
         results: Sequence[np.ndarray],
     ) -> None:
-        """Writes the first `counts` tokens that were drawn for rows, from the columns `starts` on."""
+        """Writes the first `counts` tokens that were sampled for rows, from the columns `starts` on."""
         i, j = np.nonzero(np.arange(results[0].shape[1]) < counts[:, None])
         places = rows[i], starts[i] + j
         for array, new in zip((self.tokens, self.logprobs, self.support, self.routes), results, strict=True):
@@ -183,10 +183,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws completions of prompts.
+    """Samples completions of prompts.
 
-    The key of a draw is made from (key, position of the group, number of the sample, token), so draws do
-    not depend on the batch, the row's position in it, compaction or the number of devices.
+    A token's key is made from (key, position of the group, number of the sample, number of the token). So samples do
+    not depend on the batch, the row's place in it, compaction or the number of devices.
     """
 
     model: Decoder
@@ -195,7 +195,7 @@ class Sampler:
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
     force_answer_at: int = 0  # tokens before the limit: a segment begins there
-    # Tokens to write there in place of drawn ones, behind those of a reply: core/chains/forced.py.
+    # Tokens to write there instead of sampled ones, after the tokens of a reply: core/chains/forced.py.
     forced_answer: Callable[[Int[np.ndarray, "A"]], list[int]] = lambda reply: []
     max_prompt_tokens: int = 1 << 30
     block_sizes: tuple[int, ...] = ()  # see core/blocks.py; empty: by the model's size
@@ -205,9 +205,9 @@ class Sampler:
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[["Sampler", Weights, ChainJob], "Chain"] | None = None  # None: `Chain`; core/chains/
-    # Weights of these rows of a call: those of a population's members have adapters of their own.
+    # Weights for these rows of a call: the members of a population have adapters of their own.
     weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
-    cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
+    cancelled: Event | None = field(default=None, compare=False)  # set by another thread: sampling raises Stop
     on_segment: Callable[[Segment], None] | None = None  # called after each segment, from the thread of its chain
 
     def on(self, layout: Layout) -> "Sampler":
@@ -215,9 +215,9 @@ class Sampler:
         return replace(self, model=replace(self.model, mesh=layout.mesh), layout=layout)
 
     def load_weights(self, params: Policy) -> Weights:
-        """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop.
+        """Returns the weights cast and laid out for sampling, once for all tokens.
 
-        Does not copy the base below adapters, unless the model `merges_adapters`.
+        The base below adapters is copied only if the model `merges_adapters`.
         """
         if ADAPTERS not in params:
             policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
@@ -229,9 +229,9 @@ class Sampler:
     def generate(
         self, weights: Weights, prompts: Sequence[list[int]], positions: Int[Array, "N"], num_samples: int, key: Key
     ) -> Completions:
-        """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
+        """Samples `num_samples` completions of each prompt; rows of a prompt are adjacent.
 
-        `positions` distinguish draws of prompts: positions in the run, or task numbers where none comes twice.
+        `positions` make the keys of prompts differ: positions in the run, or task numbers if no task occurs twice.
         Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
         for i, prompt in zip(positions, prompts, strict=True):
@@ -245,7 +245,7 @@ class Sampler:
     def draw(
         self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]
     ) -> Completions:
-        """Draws a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
+        """Samples a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
@@ -266,9 +266,9 @@ class Sampler:
         return min(num_prompts, self.layout.num_chains(self.model.num_parameters))
 
     def segments(self) -> list[int]:
-        """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.
+        """Returns the steps of each decode segment: equal numbers up to the forced answer, and from there to the limit.
 
-        Long limits make them longer: rows that end in one wait for its end.
+        Rows that end in a segment wait for its end. Segments are longer for long limits.
         """
         most_steps = min(self.segment, max(MIN_SEGMENT, self.max_new_tokens // 64))
         lengths = []
@@ -280,23 +280,23 @@ class Sampler:
         return lengths
 
     def cache_columns(self, num_tokens: int) -> int:
-        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs.
+        """Returns the width of a cache for this number of completion tokens: one of few, since each has its programs.
 
-        They are the limit, its half, quarter and eighth, from 64 columns on.
+        The widths are the limit, its half, quarter and eighth, if these are at least 64 columns.
         """
         parts = [self.max_new_tokens >> n for n in range(4)]
         widths = [round_up(part, 32) for part in parts if part >= 64 or part == parts[0]]
         return min(width for width in widths if width >= num_tokens)
 
     def completion_ends(self, tokens: Int[np.ndarray, "R A"], start: int, stop: int) -> Int[np.ndarray, "R"]:
-        """Returns the lengths of the completions that end in these columns, 0 for those that do not."""
+        """Returns the length of each completion that ends in these columns; 0 for a completion that goes on."""
         if self.stop_strings:
             return np.array([self.completion_end(row, start, stop) or 0 for row in tokens], int)
         is_stop = np.isin(tokens[:, start:stop], self.stop_ids)
         return np.where(is_stop.any(axis=1), start + is_stop.argmax(axis=1) + 1, 0)
 
     def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
-        """Returns the completion's length where these columns hold a stop token or complete a stop string."""
+        """Returns the completion's length if these columns hold a stop token or complete a stop string; None if not."""
         is_stop = np.isin(tokens[start:stop], self.stop_ids)
         end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
         last = end or stop
@@ -311,7 +311,7 @@ class Sampler:
 
 
 class Chain:
-    """The completions of some prompts while they are drawn in step, on one CPU: core/blocks.py has their slots."""
+    """The completions of some prompts, sampled in step on one CPU. Their slots: core/blocks.py."""
 
     def __init__(self, sampler: Sampler, weights: Weights, job: ChainJob):
         self.sampler, self.layout, self.weights = sampler, sampler.layout, weights
@@ -324,7 +324,7 @@ class Chain:
         self.slots = Blocks(self.layout, sizes, len(self.keys), self.starts, self.num_columns)
 
     def run(self, cancelled: Event) -> Completions:
-        """Draws segments until all rows are done, and returns what they hold."""
+        """Samples segments until all rows are done, and returns the completions."""
         sampler, drawn = self.sampler, self.drawn
         self.slots.open(self.prefill(), sampler.cache_columns(1))
         for start, steps in self.segments(cancelled):
@@ -355,7 +355,7 @@ class Chain:
             start += steps
 
     def launch(self, number: int, start: int, steps: int) -> tuple[np.ndarray, np.ndarray, "SampledTokens"]:
-        """Launches a segment of a block; returns the rows of its slots, tokens that are forced, and what it draws."""
+        """Launches a segment of a block; returns the rows of its slots, their forced tokens, and the samples."""
         sampler, block = self.sampler, self.slots.blocks[number]
         rows = np.maximum(block.rows, 0)
         forced = self.forced_tokens(block.rows, start)
@@ -377,7 +377,7 @@ class Chain:
         return block.rows, forced, columns
 
     def forced_tokens(self, rows: Int[np.ndarray, "S"], start: int) -> Int[np.ndarray, "S s"]:
-        """Returns tokens to write in place of drawn ones in the longest segment, -1 for none."""
+        """Returns the tokens to write instead of sampled ones, in columns of the longest segment; -1 for none."""
         sampler = self.sampler
         forced = np.full((len(rows), max(sampler.segments())), -1, np.int32)
         if start == sampler.max_new_tokens - sampler.force_answer_at:
@@ -387,13 +387,13 @@ class Chain:
         return forced
 
     def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
-        """Returns the weights that these rows are drawn with."""
+        """Returns the weights that these rows are sampled with."""
         return self.sampler.weights_of(self.weights, self.row_offset + rows)
 
     def prefill(self) -> list[CachedRow]:
-        """Computes the caches of all prompt tokens but the last, which the first decode step reads.
+        """Computes the caches of prompts, without their last tokens, which the first decode step reads.
 
-        Returns the cache of each prompt, and its row there.
+        Returns for each prompt a cache, and the number of its row there.
         """
         group_size = len(self.keys) // len(self.prompts)
         size = PROMPTS if len(self.prompts) > 1 else 1
@@ -414,7 +414,7 @@ class Chain:
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the keys of `num_samples` draws of each prompt; keys of a prompt are adjacent."""
+    """Returns the keys of `num_samples` samples of each prompt; keys of a prompt are adjacent."""
     samples = np.tile(np.arange(num_samples), len(positions))
     return row_keys(key, np.repeat(np.asarray(positions), num_samples), samples)
 
@@ -427,9 +427,10 @@ def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"])
 
 @partial(jax.jit, static_argnums=(0, 1))
 def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: LayerNumbers) -> Weights:
-    """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it.
+    """Returns the weights in the shapes that decoding reads. Shards of fsdp are gathered, since each token reads all.
 
-    `layout`: the mesh that samples. First all is cut as it trains: if `tp` is larger there, no device holds it whole.
+    `layout`: the mesh that samples. Weights are first sharded as in training: if `tp` is larger there, no device ever
+    holds them whole.
     """
 
     def lay_out(weights: Params | Weights, table: Table, rollout: bool) -> Params | Weights:
@@ -450,7 +451,7 @@ def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts:
     return decoder.prefill(model, weights, tokens, starts)
 
 
-# Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
+# Tokens, their log-probabilities, the ids that could be sampled, and the experts that computed the samples.
 SampledTokens = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
 DecodeStep = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
 
@@ -506,7 +507,7 @@ def draw_tokens(
     `forward` computes the logits behind the last tokens of step i, the new cache, and the experts. `forced` tokens (-1:
     none) are written instead of sampled ones, with log-probability 0. `count`: steps to make; None: all.
     """
-    # All at once: in the loop it would be twenty small programs for a token.
+    # All at once: in the loop these would be twenty small programs for a token.
     uniforms = sampling_uniforms(keys, numbers + jnp.arange(num_steps)[:, None])
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
@@ -522,12 +523,12 @@ def draw_tokens(
         return cache, token, columns
 
     columns = empty_columns(model, distribution, (len(keys), num_steps))
-    # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
+    # The number of steps is static: on a GPU, the host would read a condition after every token.
     return jax.lax.fori_loop(0, num_steps if count is None else count, step, (cache, last, columns))
 
 
 def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> SampledTokens:
-    """Returns zeros for what a segment draws."""
+    """Returns zeros, which a segment replaces by its samples."""
     tokens = jnp.zeros(shape, jnp.int32)
     logprobs = jnp.zeros(shape, jnp.float32)
     support = jnp.zeros((*shape, distribution.support_size(model.vocab_size)), jnp.int32)
@@ -538,7 +539,7 @@ def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, 
 def make_sampler(
     config: SamplingConfig, model: Decoder, tokenizer: Tokenizer, layout: Layout, max_new_tokens: int
 ) -> Sampler:
-    """Returns the sampler that these settings ask for, without what core/chains/attach.py adds."""
+    """Returns the sampler of these settings. Forced answers and pages are added by core/chains/attach.py."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
     return Sampler(

@@ -160,7 +160,7 @@ class SftRun(Run):
         return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], 'row')}"]
 
     def saved_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of saved models, by which others prompt, and stop, as training did."""
+        """Returns the tokenizer of saved models, with the prompts and stop tokens of training."""
         return self.tokenizer.with_generation({}).with_training_prompts(self.environments["env"].env.thinking, "")
 
 
@@ -185,7 +185,7 @@ def main(config: SFTConfig) -> None:
     notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)
     held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
     workers = make_workers(config, played, model, tokenizer, layout, run.directory)
-    softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # is trained, however replies are sampled
+    softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # trained, however replies are sampled
     most_tokens = max(map(len, rows + held_out))
     model.check_positions("a row", most_tokens, "lower --max_length")
     learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.write_bad_batch, base)

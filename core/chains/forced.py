@@ -1,4 +1,4 @@
-"""Forced answers: a reply that comes near its limit without an answer gets the beginning of one."""
+"""Forced answers: if a reply comes near its limit without an answer, the beginning of one is written."""
 
 import numpy as np
 from jaxtyping import Int
@@ -11,7 +11,7 @@ CONTEXT = 100  # characters of a reply, behind which its answer is encoded
 
 
 def forced_answer(tokenizer: Tokenizer, answer: ForcedAnswer, reply_tokens: Int[np.ndarray, "A"]) -> list[int]:
-    """Returns the tokens that follow a reply's instead of sampled ones; none if the reply has an answer."""
+    """Returns the tokens to write after a reply's tokens; none if the reply has an answer."""
     reply = tokenizer.decode(reply_tokens)
     return tokenizer.encode_behind(reply[-CONTEXT:], answer.text_after(reply))
 

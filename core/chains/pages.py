@@ -1,10 +1,10 @@
 """Samples completions over pages of a cache: rows take slots and leave them, in one queue, with few programs.
 
 A sample depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
-out, and computed again from their own tokens: no token changes. `PagedChain.prefill` computes all that the cache of a
-row lacks: prompts, observations, forced answers, and rows that were put aside.
+out, and computed again from their own tokens: no token changes. `PagedChain.prefill` computes all that is not in a
+row's cache: prompts, observations, forced answers, and rows that were put aside.
 
-To change when a row is admitted: `PageTable.admit` and `Lengths`. To change what a step samples: core/sampler.py.
+To change when a row is admitted: `PageTable.admit` and `chances_to_go_on`. To change what a step samples: core/sampler.py.
 
 B rows, A columns behind the prompt, S lanes of a decode program, s steps of a segment, R rows and T tokens of a
 prefill, w pages of the longest row, p tokens of a page.
@@ -46,9 +46,9 @@ from utils.settings.errors import UserError
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
 FEWEST_LANES = 8
 AT_ONCE = 8  # share of the slots that are free before rows take them, as a divisor
-FULL = 0.95  # of the pages, as expected: the rest is chance
+FULL = 0.95  # share of the pages in use, as expected; the rest is a reserve for chance
 BINS = 64  # of lengths
-PRIOR_ROWS = 8  # rows of all lengths that are taken to have ended before the first one does
+PRIOR_ROWS = 8  # rows of all lengths that count as ended before the first row ends
 CHUNKS = ((64, 64), (4, 1024))  # rows and tokens of a prefill, over all devices that share rows
 CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
 
@@ -56,10 +56,10 @@ CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
 def chances_to_go_on(
     ended: Sequence[int], num_drawn: Int[np.ndarray, "B"], limit: int
 ) -> tuple[Float[np.ndarray, "B n"], Float[np.ndarray, "n"]]:
-    """Returns the chances that rows of `num_drawn` tokens are not over after so many more, and these numbers of tokens.
+    """Returns the chances that rows of `num_drawn` tokens go on after numbers of more tokens, and these numbers.
 
-    By the lengths of rows that have `ended`: the product-limit estimate of Kaplan and Meier (1958). It also counts the
-    tokens of rows that are not over.
+    The chances are the product-limit estimate of Kaplan and Meier (1958), from the lengths of rows that have `ended`
+    and the tokens of rows that go on.
     """
     num_bins = min(limit, BINS)
     width = limit / num_bins
@@ -126,7 +126,7 @@ class PageTable:
             self.shards.append(Shard(pages=pages, slots=slots, waiting=rows.tolist()))
 
     def reserve(self, needed: Int[np.ndarray, "B"]) -> list[int]:
-        """Gets resident rows the pages that they need; returns the youngest ones, put aside if there are too few."""
+        """Gives resident rows the pages that they need; if pages run out, returns the youngest rows, put aside."""
         aside = []
         for shard in self.shards:
             for row in [row for row in shard.resident if needed[row] > self.num_pages[row]]:
@@ -146,10 +146,10 @@ class PageTable:
     def admit(
         self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Float[np.ndarray, "B n"]
     ) -> tuple[list[int], list[int]]:
-        """Gives slots to rows that wait, while pages last by the numbers that each row is `expected` to hold, later on.
+        """Gives slots to rows that wait, while there are enough pages for the numbers that rows are `expected` to need.
 
-        Several at once: a prefill of few rows takes as long as that of many. Returns these rows, and the first of each
-        prompt whose pages have to be computed.
+        It admits several at once, since a prefill of few rows takes as long as one of many. Returns the admitted rows,
+        and the first row of each prompt whose pages have to be computed.
         """
         admitted, firsts = [], []
         for shard in filter(self.may_admit, self.shards):
@@ -222,7 +222,7 @@ class PageTable:
         columns: Int[np.ndarray, "R"],
         counts: Int[np.ndarray, "R"],
     ) -> Pages:
-        """Returns the pages of rows in their lanes; the others have none."""
+        """Returns the pages of rows in their lanes; other lanes have no pages."""
         return Pages(
             table=in_lanes(np.int32(table), lanes, num_lanes, NOWHERE),
             slots=in_lanes(np.int32(slots), lanes, num_lanes, NOWHERE),
@@ -232,7 +232,7 @@ class PageTable:
 
 
 def in_lanes(x: Shaped[np.ndarray, "R ..."], lanes: Int[np.ndarray, "R"], num_lanes: int, empty: int = 0) -> np.ndarray:
-    """Returns what rows have in their lanes, and `empty` in the others."""
+    """Returns the values of rows in their lanes, and `empty` in the other lanes."""
     filled = np.full((num_lanes, *x.shape[1:]), empty, x.dtype)
     filled[lanes] = x
     return filled
@@ -278,9 +278,9 @@ class PagedChain:
         self.drawn = Drawn(sampler, job.prompts, num_rows)
         self.prompt_lengths = self.drawn.prompt_lengths
         self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
-        self.num_launched = np.zeros(num_rows, int)  # with those of segments whose results are not here yet
+        self.num_launched = np.zeros(num_rows, int)  # with tokens of segments whose results are not read yet
         self.num_cached = np.zeros(num_rows, int)  # of prompt and completion
-        self.num_lost = np.zeros(num_rows, int)  # of these, when the row was put aside
+        self.num_lost = np.zeros(num_rows, int)  # cached tokens, when the row was put aside
         self.num_recomputed = np.zeros(num_rows, int)
         self.versions = np.zeros(num_rows, int)  # results of segments for an earlier version are ignored
         self.turn_starts = np.zeros(num_rows, int)
@@ -305,7 +305,7 @@ class PagedChain:
         )
         self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
         self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
-        # What nobody reads takes time of a CPU. States cannot go back to the end of a turn.
+        # On a CPU, tokens after the end of a turn would cost time. A DeltaNet state cannot go back to that end.
         self.is_ahead = not (sampler.paging.adapts or model.delta)
 
     def run(self, cancelled: Event) -> Completions:
@@ -350,7 +350,7 @@ class PagedChain:
     # Pages
 
     def prefill(self) -> None:
-        """Gives rows slots and pages, and computes what their cache lacks, except their last token."""
+        """Gives rows slots and pages, and computes the tokens missing in their cache, except the last one."""
         paging, lengths = self.sampler.paging, self.prompt_lengths - 1
         page = self.sizes.page
         needed = -(-(lengths + np.minimum(self.num_launched + self.sizes.steps, self.turn_limits())) // page)
@@ -398,7 +398,7 @@ class PagedChain:
         )
 
     def compute(self, jobs: list[PrefillJob]) -> None:
-        """Computes the cache of tokens, those of several rows at once, in few shapes; shared prompts first."""
+        """Computes the cache of tokens of several rows at once, in few shapes; shared prompts first."""
         num_shards = len(self.table.shards)
         while jobs:
             jobs.sort(key=lambda job: (job.slot != NOWHERE, -len(job.tokens)))
@@ -420,7 +420,7 @@ class PagedChain:
             jobs = later
 
     def compute_chunk(self, jobs: list[PrefillJob], num_rows: int, num_tokens: int) -> None:
-        """Computes the cache of jobs of at most so many tokens, at most so many rows."""
+        """Computes the cache of at most `num_rows` jobs of at most `num_tokens` tokens each."""
         rows, columns = np.array([job.row for job in jobs]), np.array([job.column for job in jobs])
         slots, counts = np.array([job.slot for job in jobs]), np.array([len(job.tokens) for job in jobs])
         lanes = self.table.lanes(rows, num_rows)
@@ -437,7 +437,7 @@ class PagedChain:
         self.state = prefill_pages(self.model, weights, self.state, pages, tokens, routes)
 
     def read_width(self, num_tokens: int) -> int:
-        """Returns how many pages of each row a program gets: of all, or of few numbers that hold these tokens."""
+        """Returns how many pages of each row a program reads: all, or one of few numbers that hold these tokens."""
         width = self.table.table.shape[1]
         if not self.sampler.paging.adapts:
             return width
@@ -500,7 +500,7 @@ class PagedChain:
         )
 
     def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
-        """Returns the last token of rows that is known."""
+        """Returns the last known token of each row."""
         num_tokens = self.num_tokens[rows]
         return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], self.drawn.first_tokens[rows])
 
@@ -539,7 +539,7 @@ class PagedChain:
         return np.where(ends, ends, counts), ends > 0
 
     def forget_launched(self, row: int) -> None:
-        """Takes a row back to the tokens that are known: what was launched behind them is not its own."""
+        """Takes a row back to its known tokens: tokens that were launched after them do not belong to it."""
         self.num_launched[row] = self.num_tokens[row]
         self.num_cached[row] = min(self.num_cached[row], self.prompt_lengths[row] - 1 + self.num_tokens[row])
         self.versions[row] += 1
@@ -551,7 +551,7 @@ class PagedChain:
         self.num_tokens[row] = self.num_launched[row] = start + len(tokens)
 
     def finish(self, row: int, is_finished: bool) -> None:
-        """Takes a row out; `is_finished`: it ended in another way than by its limit."""
+        """Takes a row out; `is_finished`: it was not truncated."""
         self.drawn.done[row] = is_finished
         self.is_over[row], self.is_drawing[row] = True, False
         self.sampler.paging.ended.append(int(self.num_tokens[row]))
@@ -594,7 +594,7 @@ class PageSizes(NamedTuple):
 
 
 def page_sizes(sampler: Sampler, num_rows: int, longest_prompt: int) -> PageSizes:
-    """Returns the sizes for a call of so many rows. Raises: UserError if there are pages for not one row."""
+    """Returns the sizes for a call of so many rows. Raises: UserError if not even one row fits into the pages."""
     paging, num_shards = sampler.paging, sampler.layout.row_shards
     page, longest = paging.page or PAGE_ON_CPU, longest_prompt + sampler.max_new_tokens
     width = -(-longest // page)
@@ -605,7 +605,7 @@ def page_sizes(sampler: Sampler, num_rows: int, longest_prompt: int) -> PageSize
             f"the cache has pages for {num_pages * page:,} tokens on each device, and a row may have {longest:,}: "
             "lower --num_generation_tokens or --prompt_length"
         )
-    # Rows that end in a segment wait for its end; if segments are launched ahead, for that of the next one, too.
+    # A row that ends in a segment waits for its end, and for the end of the next one if that is launched already.
     steps = min(sampler.segment, max(16 if paging.adapts else 8, sampler.max_new_tokens // 64))
     lanes = [num_slots]
     if not paging.adapts:
@@ -634,7 +634,7 @@ def prefill_pages(
     tokens: Int[Array, "R T"],
     routes: Int[Array, "R T L k"] | None,
 ) -> State:
-    """Returns the state with the keys and values of tokens in it, of the first ones of each row."""
+    """Returns the state with the keys and values of the first `pages.counts` tokens of each row."""
     num_tokens = tokens.shape[1]
     before, cache = map(list, zip(*begin(model, state, pages, num_tokens), strict=True))
     is_token = jnp.arange(num_tokens) < pages.counts[:, None]
@@ -659,10 +659,10 @@ def decode_pages(
     numbers: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
 ) -> tuple[State, Int[Array, "N"], SampledTokens]:
-    """Draws tokens number `numbers`, ... of each lane, behind the token that is `given`; -1: the slot's last one.
+    """Samples tokens number `numbers`, ... of each lane, after the token that is `given`; -1: the slot's last one.
 
-    Returns the state, the last token of each slot, and the columns. States of linear attention stay those before the
-    last token that counts, or before the first of `stop_ids`.
+    Returns the state, the last token of each slot, and the columns. States of linear attention stop before the last
+    token that counts, or before the first of `stop_ids`.
     """
     last = jnp.where(given >= 0, given, read_slots(last_tokens, pages.slots))
     before, layers = map(list, zip(*begin(model, state, pages, num_steps), strict=True))

@@ -1,7 +1,7 @@
 """Samples conversations: turns of the policy and observations of an environment in the same rows of the KV cache.
 
-What was said is never encoded or computed again: observations are appended behind the tokens that were drawn, each row
-at its own length. A draw depends on the row's own tokens and their number alone, neither on other rows nor on how long
+Turns are never encoded or computed again: observations are appended to the sampled tokens, each row at its own length.
+A sample depends on the row's own tokens and their number alone. It depends neither on other rows nor on the time that
 an environment takes.
 
 B rows, A columns behind the prompt.
@@ -34,7 +34,7 @@ from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 
-PATIENCE = 0.1  # seconds that rows which can draw wait for the others, as a share of their last segment's
+PATIENCE = 0.1  # wait of rows that can be sampled for late ones, as a share of the seconds of a segment
 
 
 class Observation(NamedTuple):
@@ -45,7 +45,7 @@ class Observation(NamedTuple):
 
 
 class TurnChain(PagedChain):
-    """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
+    """The conversations of some prompts while they are sampled; rows wait while their environment computes."""
 
     def __init__(
         self, environment: "Conversations", first_row: int, sampler: Sampler, weights: Weights, job: ChainJob
@@ -59,7 +59,7 @@ class TurnChain(PagedChain):
         self.clock = time.perf_counter()
 
     def run(self, cancelled: Event) -> Completions:
-        """Draws segments and appends observations until all episodes are over."""
+        """Samples segments and appends observations until all episodes are over."""
         return replace(super().run(cancelled), num_observed=self.num_observed)
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
@@ -77,14 +77,14 @@ class TurnChain(PagedChain):
         self.environment.end_turn(self.row_offset + row, turn, -1 if is_cut_off and not num_left else num_left)
 
     def between_segments(self, is_idle: bool) -> None:
-        """Appends the observations that have come; waits for one if no row can draw."""
+        """Appends the observations that have come; waits for one if no row can be sampled."""
         now = time.perf_counter()
         if not is_idle:
             self.segment_time = now - self.clock
         waiting = np.flatnonzero(~self.is_drawing & ~self.is_over)
         if waiting.size:
             rows = {self.row_offset + row for row in waiting.tolist()}
-            # Waiting up to one segment is cheaper than decoding late rows in one of their own.
+            # A wait of up to one segment is cheaper than a segment for late rows alone.
             patience = self.segment_time * (1.0 if is_idle else PATIENCE)
             with between_turns():
                 observations = self.environment.observe(rows, is_idle, patience)
@@ -104,7 +104,7 @@ class TurnChain(PagedChain):
 
 
 def turn_steps(sampler: Sampler, tokens_per_turn: int) -> int:
-    """Returns the steps of a segment of turns: short ones would wait for the end of a longer one."""
+    """Returns the steps of a segment of turns; short turns would wait for the end of a longer segment."""
     return min(sampler.segment, tokens_per_turn or sampler.segment)
 
 
@@ -191,7 +191,7 @@ class Conversations(Replies):
         self.wait = Wait("")
 
     def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
-        """Returns a sampler whose rows are these episodes, from this one on."""
+        """Returns a sampler whose rows are these episodes, beginning with this row."""
         self.wait = wait
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
@@ -250,15 +250,15 @@ class Conversations(Replies):
         return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns the observations that have come for these rows, as tokens; if it `is_blocking`, at least one.
+        """Returns the observations that have come for these rows, as tokens.
 
-        It waits for the others for `patience` seconds.
+        `is_blocking`: waits for at least one. It waits for the others for `patience` seconds.
         """
         outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
     def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Outcome]:
-        """Returns the outcomes of these rows' turns: those that have come; on several processes, all of them."""
+        """Returns the outcomes of these rows' turns that have come; with several processes, all outcomes."""
         if jax.process_count() > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
@@ -277,7 +277,7 @@ class Conversations(Replies):
         return dict(zip(rows, results, strict=True))
 
     def send(self, rows: Set[int]) -> None:
-        """Asks the environment about rows, with one request."""
+        """Sends the last turns of rows to the environment, with one request."""
         self.stream.add({row: (self.task_ids[row], self.episodes[row].turns) for row in sorted(rows)})
         self.unasked -= rows
 
@@ -297,7 +297,7 @@ class Conversations(Replies):
             stop = "max_tokens"
         self.wait.done += 1
         if tokens:
-            self.unasked.add(row)  # whether there is a reward left
+            self.unasked.add(row)  # the environment may have a last reward
         episode.stop = "max_tokens" if episode.num_left < 0 else stop
         return Observation(finished=episode.stop != "max_tokens")
 
@@ -325,7 +325,7 @@ class Conversations(Replies):
         episode.scores.update(step.info)
         if len(episode.turn_rewards) < len(episode.replies):
             episode.turn_rewards.append(step.reward)
-        else:  # what a truncated episode still earns
+        else:  # the last reward of a truncated episode
             episode.turn_rewards[-1] += step.reward
 
     def finish(self) -> GradedReplies:
