@@ -292,7 +292,14 @@ def resolve_settings(
     is_possible = bool(answer.start) and 0 < force < limit
     if not is_requested and not is_possible:
         force = 0
-    return RolloutSettings(name, options, env, limit, force, answer)
+    return RolloutSettings(
+        name=name,
+        options=options,
+        env=env,
+        max_new_tokens=limit,
+        force_answer_at=force,
+        forced_answer=answer,
+    )
 
 
 def also_evaluated(

@@ -106,7 +106,13 @@ def open_model(
     has_own = adapters and any((adapters.folder / name).is_file() for name in VOCABULARIES)
     tokenizer = load_tokenizer(adapters.folder if has_own else folder, model.vocab_size)
     param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    return ModelFolder(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
+    return ModelFolder(
+        model=model,
+        tokenizer=tokenizer,
+        read=partial(read_tensor, folder, readers),
+        dtype=param_dtype,
+        adapters=adapters,
+    )
 
 
 def load_model(

@@ -547,8 +547,8 @@ def decode(
     prompt_lengths = jnp.repeat(num_columns - starts, group_size)
     ends = jnp.full_like(starts, num_columns)
     attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
-    state = prompts, caches, tokens, prompt_lengths + columns, attention, is_token
-    hidden, caches, routes = decode_states(model, weights, *state)
+    positions = prompt_lengths + columns
+    hidden, caches, routes = decode_states(model, weights, prompts, caches, tokens, positions, attention, is_token)
     return head(model, weights, hidden[:, -1]), caches, routes
 
 

@@ -133,7 +133,7 @@ def delta_inputs(
     group_size = shape.num_value_heads // shape.num_key_heads
     q = jnp.repeat(q, group_size, axis=1)
     k = jnp.repeat(k, group_size, axis=1)
-    inputs = DeltaInputs(q, k, v, log_decay.swapaxes(1, 2), beta.swapaxes(1, 2))
+    inputs = DeltaInputs(q, k, v, log_decay=log_decay.swapaxes(1, 2), beta=beta.swapaxes(1, 2))
     return jax.tree.map(lambda x: constrain(x, "rows", "heads"), inputs)
 
 
@@ -202,12 +202,12 @@ def make_chunks(inputs: DeltaInputs, size: int) -> Chunks:
     overlaps = jnp.tril(k_beta @ keys * decay, -1)
     solve = invert_unit_lower(overlaps)
     return Chunks(
-        q * since_start,
-        k * until_end,
-        q @ keys * decay,
-        solve @ (beta[..., None] * v),
-        solve @ (k_beta * since_start),
-        jnp.exp(total[..., -1]),
+        q=q * since_start,
+        k=k * until_end,
+        scores=q @ keys * decay,
+        values=solve @ (beta[..., None] * v),
+        reads=solve @ (k_beta * since_start),
+        decay=jnp.exp(total[..., -1]),
     )
 
 

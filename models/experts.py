@@ -73,7 +73,7 @@ def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
         is_adapted = module + LORA_A in layer
         parts = [layer[module + part].astype(dtype) for part in (LORA_A, LORA_B) if is_adapted]
         adapters.append(LowRank(*parts) if is_adapted else None)
-    return Experts(*matrices, *adapters)
+    return Experts._make([*matrices, *adapters])
 
 
 def choose_experts(
@@ -146,8 +146,15 @@ def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: 
 
     of_width, whole = PartitionSpec(None, None, axis), PartitionSpec()
     adapted_inputs, adapted_outputs = LowRank(whole, of_width), LowRank(of_width, whole)
-    specs = Experts(cut, cut, cut, adapted_inputs, adapted_inputs, adapted_outputs)
-    specs = Experts(*(None if x is None else spec for x, spec in zip(experts, specs, strict=True)))
+    specs = Experts(
+        gate=cut,
+        up=cut,
+        down=cut,
+        gate_adapter=adapted_inputs,
+        up_adapter=adapted_inputs,
+        down_adapter=adapted_outputs,
+    )
+    specs = Experts._make(None if x is None else spec for x, spec in zip(experts, specs, strict=True))
     in_specs = specs, rows, rows
     per_device = on_devices(mesh, compute_shard, in_specs, rows)
     return per_device(experts, x, routing)

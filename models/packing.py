@@ -47,8 +47,13 @@ def pack_rows(sizes: RowSizes, shape: MicrobatchShape, shards: int) -> Packing:
     rows = np.split(np.arange(len(sizes.lengths)), shards)
     parts = [pack_shard(sizes.select(part), shape) for part in rows]
     indices, numbers, first_rows, num_targets = map(np.stack, zip(*parts, strict=True))
-    lengths = np.maximum(sizes.lengths - 1, 0).astype(np.int32)  # the state of a last token has no target
-    return Packing(indices, numbers.reshape(-1, shape.width), first_rows.ravel(), lengths, num_targets)
+    return Packing(
+        indices=indices,
+        numbers=numbers.reshape(-1, shape.width),
+        first_row=first_rows.ravel(),
+        lengths=np.maximum(sizes.lengths - 1, 0).astype(np.int32),  # the state of a last token has no target
+        num_targets=num_targets,
+    )
 
 
 def pack_shard(

@@ -212,8 +212,18 @@ def page_attention(
     kernel = paged_kernel(model)
     if kernel == "plain":
         starts = jnp.zeros_like(pages.columns)
-        settings = starts, pages.columns, number, view, model.kv_dtype
-        return decode_attention(q, k, v, before, cache, *settings)
+        return decode_attention(
+            q,
+            k,
+            v,
+            before,
+            cache,
+            starts=starts,
+            ends=pages.columns,
+            columns=number,
+            view=view,
+            kv_dtype=model.kv_dtype,
+        )
 
     def attend(q: RowHeads, k: KeyHeads, v: KeyHeads, pool: Pool, pages: Pages) -> tuple[RowHeads, Pool]:
         columns = pages.columns + number

@@ -141,7 +141,15 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if not factors:
         raise UserError(f"{folder / WEIGHTS} has no tensor that ends in {LORA_A}: export it again")
     alpha *= largest / rank**power
-    return AdapterConfig(folder, base, config.get("base_dtype") or "", largest, alpha, factors, shapes)
+    return AdapterConfig(
+        folder=folder,
+        base=base,
+        base_dtype=config.get("base_dtype") or "",
+        rank=largest,
+        alpha=alpha,
+        factors=factors,
+        shapes=shapes,
+    )
 
 
 def is_size(value: object) -> bool:

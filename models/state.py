@@ -41,7 +41,8 @@ def init_state(params: Params | Adapters, optimizer: optax.GradientTransformatio
 
     # With several devices outside of jit, which would put the moments of all parameters on one of them.
     init = jax.jit(begin) if mesh is None or mesh.size == 1 else begin
-    state = TrainState(params, *init(params))
+    opt_state, step, num_skipped = init(params)
+    state = TrainState(params, opt_state, step, num_skipped)
     if mesh is None:
         return state
 

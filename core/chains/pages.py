@@ -4,7 +4,8 @@ A sample depends on its row's key, number and tokens alone. So rows may be admit
 out, and computed again from their own tokens: no token changes. `PagedChain.prefill` computes all that is not in a
 row's cache: prompts, observations, forced answers, and rows that were put aside.
 
-To change when a row is admitted: `PageTable.admit` and `chances_to_go_on`. To change what a step samples: core/sampler.py.
+To change when a row is admitted: `PageTable.admit` and `chances_to_go_on`. To change how tokens are sampled:
+core/sampler.py.
 
 B rows, A columns behind the prompt, S lanes of a decode program, s steps of a segment, R rows and T tokens of a
 prefill, w pages of the longest row, p tokens of a page.

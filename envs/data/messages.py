@@ -88,14 +88,14 @@ def read_exchange(row: RawRow, columns: Columns) -> Exchange:
         reply = messages[-1:] if messages and messages[-1]["role"] == REPLY else []
         before = messages[: len(messages) - len(reply)]
         value = get_column(row, answer) if answer else None
-        return Exchange(with_system(row, before), value, reply, tools, conversation)
+        return Exchange(with_system(row, before), value, reply=reply, tools=tools, column=conversation)
     if prompt == "instruction" and not columns.prompt:
         said, column = read_alpaca(row), PROMPTS[0]
     else:
         column = prompt or PROMPTS[0]
         said = read_prompt(get_column(row, column))
     value = get_column(row, answer or answers[0]) if answer or columns.needs_answer else None
-    return Exchange(with_system(row, said), value, [], tools, column)
+    return Exchange(with_system(row, said), value, reply=[], tools=tools, column=column)
 
 
 def has_column(row: RawRow, name: str) -> bool:

@@ -78,7 +78,14 @@ class Scorer:
     ):
         num_workers = num_workers or min(os.cpu_count() or 1, 16)
         tokens = {name: os.environ[name] for name in TOKENS if name in os.environ}
-        self.settings = ScorerSettings(env_name, dict(env_options or {}), num_workers, timeout, max_error_share, tokens)
+        self.settings = ScorerSettings(
+            env_name=env_name,
+            env_options=dict(env_options or {}),
+            num_workers=num_workers,
+            timeout=timeout,
+            max_error_share=max_error_share,
+            tokens=tokens,
+        )
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
         self.num_failures = 0
         self.unfinished: dict[int, Job] = {}

@@ -68,7 +68,8 @@ def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
         return None
     scores = [np.array([run[name][1][place] for run in runs]) for place in (0, -1)]
     steps = [int(runs[0][name][0][place]) for place in (0, -1)]
-    first, last = (Point(step, *[float(x.mean())] * 3) for step, x in zip(steps, scores, strict=True))
+    means = [float(x.mean()) for x in scores]
+    first, last = (Point(step, mean, low=mean, high=mean) for step, mean in zip(steps, means, strict=True))
     half_width = mean_over_runs(name, scores[1] - scores[0]).get(f"{name}_ci", 0.0)
     change = last.value - first.value
     ends = (change - half_width, change + half_width) if len(runs) > 2 else ()
@@ -142,7 +143,8 @@ def held_out_points(run: Curves, name: str, scores: TaskScores) -> list[Point]:
     for step, x in zip(*run[name], strict=True):
         by_task = scores.get(step, {}).get(name.removeprefix("test_env/"), {})
         if math.isfinite(x):
-            points.append(Point(int(step), x, *ends.get(step, (x, x)), by_task))
+            low, high = ends.get(step, (x, x))
+            points.append(Point(int(step), x, low=low, high=high, by_task=by_task))
     return points
 
 

@@ -121,7 +121,9 @@ def make_option(holder: type, field: dataclasses.Field, group_name: str) -> Opti
     owners = [cls for cls in classes if name in cls.__dataclass_fields__]
     metadata = [cls.__dataclass_fields__[name].metadata for cls in owners]
     documentation = next(filter(None, metadata), {})
-    return OptionField(name, group_name, owners[-1], field.type, field.default, **documentation)
+    return OptionField(
+        name=name, group=group_name, owner=owners[-1], type=field.type, default=field.default, **documentation
+    )
 
 
 def groups_of(config_class: type) -> dict[str, type]:
