@@ -28,7 +28,7 @@ from models.decoder import make_critic, token_outputs
 from models.distribution import Distribution, TokenOutputs
 from models.lora import make_policy
 from models.memory import MemoryConfig, Room, fit_memory, out_of_memory
-from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
+from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.packing import Packing, pack_rows
 from models.speed import training_flops
@@ -169,9 +169,16 @@ class Learner:
 
     def compute_outputs(self, params: Policy, batch: Batch) -> TokenOutputs:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
+
+        def fetch(microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenOutputs]]:
+            computed = []
+            for rows, *arrays in microbatches:
+                microbatch, packing = self.layout.put(arrays)
+                computed.append((rows, self.layout.fetch(self.microbatch_outputs(params, microbatch, packing))))
+            return computed
+
         by_name: dict[str, np.ndarray] = {}
-        chains = self.chains(batch, self.shapes_without_gradients)
-        for rows, outputs in itertools.chain(*side_by_side(partial(self.chain_outputs, params), chains)):
+        for rows, outputs in itertools.chain(*side_by_side(fetch, self.chains(batch, self.shapes_without_gradients))):
             is_row = rows != EMPTY
             for name, x in outputs._asdict().items():
                 if x is not None:
@@ -179,19 +186,10 @@ class Learner:
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
         return type(outputs)(**by_name)
 
-    def chain_outputs(
-        self, params: Policy, microbatches: Iterator[PackedRows]
-    ) -> list[tuple[np.ndarray, TokenOutputs]]:
-        """Returns the numbers of the rows of micro-batches, and the outputs for their tokens, on the host."""
-        computed = []
-        for rows, *arrays in microbatches:
-            computed.append((rows, self.layout.fetch(self.microbatch_outputs(params, *self.layout.put(arrays)))))
-        return computed
-
     def microbatch_outputs(self, params: Policy, batch: Batch, packing: Packing) -> TokenOutputs:
         """Returns the outputs for the tokens of a micro-batch, on the devices."""
         return packed_outputs(
-            self.model, self.distribution, params, batch.tokens, batch.support, batch.routes, packing, batch.extras
+            self.model, params, batch.tokens, self.distribution, batch.support, batch.routes, packing, batch.extras
         )
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
@@ -328,19 +326,7 @@ def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int
     return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def packed_outputs(
-    model: Decoder,
-    distribution: Distribution,
-    params: Policy,
-    tokens: Int[Array, "B T"],
-    support: Int[Array, "B T S"] | None,
-    routes: Int[Array, "B T L k"] | None,
-    packing: Packing,
-    extras: Extras,
-) -> TokenOutputs:
-    """Returns log-probabilities, entropies and values of completion tokens; 0 for padding."""
-    return token_outputs(model, params, tokens, distribution, support, routes, packing, extras)
+packed_outputs = jax.jit(token_outputs, static_argnums=(0, 3))
 
 
 @partial(jax.jit, static_argnums=(0, 2), donate_argnums=4)

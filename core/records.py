@@ -84,11 +84,9 @@ class Episodes:
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Returns the rows of all parts in one record; counts and times are added up."""
     names = dict.fromkeys(name for part in parts for name in part.scores)
-    missing = [np.zeros(len(part.texts), np.float32) for part in parts]
     scores = {}
     for name in names:
-        columns = [part.scores.get(name, zeros) for part, zeros in zip(parts, missing, strict=True)]
-        scores[name] = np.concatenate(columns)
+        scores[name] = np.concatenate([part.scores.get(name, np.zeros(len(part), np.float32)) for part in parts])
     arrays, lists = {}, {}
     for name in ("task_ids", "failed", "positions", "has_signal"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])

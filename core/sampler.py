@@ -242,9 +242,7 @@ class Sampler:
                 )
         return self.draw(weights, prompts, sample_keys(key, positions, num_samples))
 
-    def draw(
-        self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]
-    ) -> Completions:
+    def draw(self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]) -> Completions:
         """Samples a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
@@ -443,12 +441,7 @@ def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: Laye
 
 layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)
 merge = jax.jit(lora.merge)
-
-
-@partial(jax.jit, static_argnums=0)
-def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]) -> Cache:
-    """Returns the cache of left-padded prompts."""
-    return decoder.prefill(model, weights, tokens, starts)
+prefill = jax.jit(decoder.prefill, static_argnums=0)
 
 
 # Tokens, their log-probabilities, the ids that could be sampled, and the experts that computed the samples.

@@ -230,8 +230,8 @@ def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Pac
     """Returns the program of `microbatch_outputs`."""
     if isinstance(learner, StateLearner):
         return teachers.hidden_states, (learner.model, policy, batch.tokens, packing)
-    inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
-    return learners.packed_outputs, (learner.model, learner.distribution, policy, *inputs)
+    inputs = batch.tokens, learner.distribution, batch.support, batch.routes, packing, batch.extras
+    return learners.packed_outputs, (learner.model, policy, *inputs)
 
 
 def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
