@@ -295,7 +295,7 @@ def is_beside(name: str, folders: Sequence[str]) -> bool:
 
 
 def describe_function(function: Callable) -> str:
-    """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
+    """Returns the name, file and first line of a function, or of the `__call__` of an object."""
     while isinstance(function, partial | partialmethod):
         function = function.func
     function = inspect.unwrap(function)

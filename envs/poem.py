@@ -1,6 +1,6 @@
 """Poem: the reward is the number of characters written. The easiest environment: a run that fails here is broken.
 
-Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (imagenet_labels.txt says where from).
+Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (their source: imagenet_labels.txt).
 """
 
 import os

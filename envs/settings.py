@@ -117,7 +117,7 @@ def option_values(settings: Mapping[str, Value]) -> Iterator[tuple[str, str, str
 def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:
     """Returns the settings of a run by which its environment is played on held-out problems.
 
-    They are --env_options and limits with those of --test_env_options, if that is about the same environment.
+    They are --env_options and limits, changed by --test_env_options if it is for the same environment.
     """
     train_env, test_env = (split_name(str(settings.get(name, "")))[0] for name in ("env_name", "test_env_name"))
     own = parse_options(str(settings.get("test_env_options", "")), "--test_env_options")
@@ -349,7 +349,7 @@ def try_own_code(options: Options) -> None:
 
 
 def forced_answer(env: Env) -> ForcedAnswer:
-    """Returns the beginning of an answer in the environment's form; an empty one if its prompts ask for no form.
+    """Returns the beginning of an answer in the environment's form; empty if its prompts show no form.
 
     In the form `any` a reply may give its answer in every form, and the one that the prompt shows is forced.
     """

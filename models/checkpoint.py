@@ -153,7 +153,7 @@ def load_policy(
     """Loads a model to train: its architecture, frozen base, trained parameters, tokenizer.
 
     Without a rank all float32 parameters are trained, and the base is empty. With a rank the base is loaded in the
-    layout and dtype of sampling, unless it is given. The adapters are those of a PEFT folder, or new ones by the seed.
+    layout and dtype of sampling, unless it is given. Adapters come from a PEFT folder, or are made by the seed.
 
     Raises: UserError as `load_model`, and for adapters of another rank or alpha.
     """
@@ -421,7 +421,7 @@ def load_array(spec: Spec, layout: Layout | None, read: Callable[[Slices], np.nd
 def read_parameter(
     read: Callable[[str, Slices], np.ndarray], shape: Shape, dtype: np.dtype, name: str, index: Slices
 ) -> np.ndarray:
-    """Reads a slice of a layer's parameter: of one tensor, or of those of its experts."""
+    """Reads a slice of a layer's parameter, from one tensor or from the tensors of its experts."""
     if EXPERT not in name:
         return read(name, index)
     return read_stacked(read, shape, expert_tensors(name, shape[0]), dtype, index)

@@ -195,7 +195,7 @@ def generation_prompt(tokenizer: Tokenizer, thinking: bool) -> str:
 
 
 def describe_prompts(tokenizer: Tokenizer, thinking: bool, plays_thinking: bool) -> list[str]:
-    """Returns a warning if an environment's prompts ask for replies in another way than those of the rows."""
+    """Returns a warning if an environment's prompts open replies in another way than the rows' prompts."""
     rows, played = (generation_prompt(tokenizer, is_on) for is_on in (thinking, plays_thinking))
     advice = f"to play them alike, give --env_options thinking={'on' if thinking else 'off'}, here and in RL"
     warning = f"warning: replies of rows stand behind {rows!r}, those that are played behind {played!r}: {advice}"

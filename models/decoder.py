@@ -228,7 +228,7 @@ def gated_deltanet(
 def decoder_layer(
     model: Decoder, layer: LayerParams, x: Hidden, mixer: Mixer, recorded: Route | None = None
 ) -> tuple[Hidden, Kept | None, Int[Array, "B t k"]]:
-    """Computes one decoder layer: a mixer of tokens, then an MLP or experts, recorded ones or those of the router.
+    """Computes one decoder layer: a mixer of tokens, then an MLP or experts, recorded ones or chosen by the router.
 
     Returns the output, what the mixer keeps for later tokens, and the experts of each token.
     """
@@ -623,10 +623,10 @@ def token_outputs(
 ) -> TokenOutputs:
     """Computes log-probabilities and other outputs for all tokens under the distribution that was sampled from.
 
-    The one place where next-token logits are shifted. `support` holds the ids that could be sampled for each token;
-    None: all. `routes` holds the experts that computed its logits, which are those of the token before it; None:
-    routers choose. With a packing, tokens that are no targets have 0. `extras` of each token reach the distribution;
-    extras of rows are repeated for their tokens.
+    Only this function shifts next-token logits. `support` holds the ids that could be sampled for each token; None:
+    all. `routes` holds the experts that computed its logits: the experts of the token before it; None: routers choose.
+    With a packing, tokens that are no targets have 0. `extras` of each token reach the distribution; extras of rows are
+    repeated for their tokens.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0

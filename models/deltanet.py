@@ -1,11 +1,11 @@
 """Gated DeltaNet: linear attention with a memory of constant size, which a gate decays and the delta rule corrects.
 
-The memory of a head is a matrix S that maps keys to values. A token with query q, key k, value v, log decay g and
-write strength beta makes S := exp(g) S, then S := S + beta k (v - S^T k)^T, and the output is S^T q.
+The memory of a head is a matrix S that maps keys to values. A token has query q, key k, value v, log decay g and
+write strength beta. It makes S := exp(g) S, then S := S + beta k (v - S^T k)^T, and its output is S^T q.
 Source: arXiv 2412.06464; constants as in transformers, models/qwen3_5/modeling_qwen3_5.py.
 
-Letters: B rows, T tokens of a row, H value heads, J key heads, C channels of a key, E channels of a value, F channels
-of the convolution, W earlier tokens that it reads, n chunks of s tokens.
+B rows, T tokens of a row, H value heads, J key heads, C channels of a key, E channels of a value. The convolution has F
+channels and reads W earlier tokens. n chunks of s tokens.
 """
 
 from typing import NamedTuple

@@ -189,7 +189,7 @@ def _truncate(logits: Logits, tokens: Ids, support: Support) -> tuple[Float[Arra
 
 
 def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
-    """Returns the log-probability of one token per row, nats, without those of the others in memory."""
+    """Returns the log-probability of one token per row, nats, without an array of all log-probabilities."""
     token_logits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 

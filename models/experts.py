@@ -40,7 +40,7 @@ class LowRank(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Matrices of all experts of a layer: those of one MLP of width E F, and each expert's adjacent in memory."""
+    """Matrices of all experts of a layer, as one MLP of width E F; rows of an expert are adjacent in memory."""
 
     gate: Float[Array, "E F D"]
     up: Float[Array, "E F D"]
@@ -163,8 +163,8 @@ def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: 
 def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
     """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
-    All pairs are computed at once, or in a loop on a TPU, where a gather of matrices lays out all of them anew. On a
-    GPU each iteration of a loop would copy the matrices that it takes (bench/compiled.py).
+    All pairs are computed at once. On a TPU they are computed in a loop, since a gather would lay out all matrices
+    anew. On a GPU each iteration of a loop would copy the matrices that it takes (bench/compiled.py).
     """
     k = routing.ids.shape[2]
 

@@ -27,7 +27,7 @@ TokenizerPart = Mapping[str, Any]  # part of tokenizer.json
 
 
 def parts_of(value: object) -> list[TokenizerPart]:
-    """Returns the parts in a part, those of its sequences too."""
+    """Returns the parts in a part, and in its sequences."""
     parts, rest = [], [value]
     while rest:
         value = rest.pop()

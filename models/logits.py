@@ -90,7 +90,7 @@ def outputs_from(
 
 
 class Fixed(NamedTuple):
-    """What outputs of chunks are not differentiated by: heads and columns, and how many chunks are needed."""
+    """Heads, columns and the number of chunks: inputs without a gradient."""
 
     heads: LMHeads
     chunks: TargetColumns

@@ -198,7 +198,7 @@ def adapters_of(layer: LayerParams) -> LayerParams:
 
 @jax.jit
 def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
-    """Returns A [k r, in] and B [k r, out] of a layer from those of k members."""
+    """Returns A [k r, in] and B [k r, out] of a layer, joined from k members."""
     return {name: jnp.concatenate([adapters[name] for adapters in members]) for name in members[0]}
 
 

@@ -134,7 +134,7 @@ class Sizes(NamedTuple):
         return (self.held + self.available) // 2 if self.schedule == BESIDE else self.available
 
     def without_rows(self, update: int) -> int:
-        """Bytes in use while rows are sampled, without those of the rows; `update`: bytes of an update."""
+        """Bytes in use while rows are sampled, without the rows' own; `update`: bytes of an update."""
         between = self.held + self.sampling_copy
         return max(update, between) if self.schedule == BESIDE else between
 
@@ -147,7 +147,7 @@ def activation_bytes(model: Decoder, remat: str, shape: MicrobatchShape) -> tupl
     """Bytes of a micro-batch: kept from the forward pass, and in use by one layer's backward pass.
 
     Products of matrices are of packed tokens, attention is of rows: their padding has queries, keys, values and results
-    too. The factors are those of compiled programs: see bench/memory.py.
+    too. The factors come from compiled programs: see bench/memory.py.
     """
     D = model.hidden_size
     F, copies = mlp_activations(model)
@@ -370,7 +370,7 @@ def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, lo
 def sampling_room(
     model: Decoder, layout: Layout, params: PyTree, row_length: int, rollout_tp: int = 0, num_rows: int = FEW_ROWS
 ) -> Room:
-    """Returns where rows of this length are sampled, at least `num_rows` at once if they fit, if nothing is trained."""
+    """Returns devices and room for rows of this length, at least `num_rows` at once if they fit, without training."""
     free = int(USABLE * layout.device_memory) - bytes_on_device(params)
     rollout = choose_rollout(model, layout, free, row_length, rollout_tp, num_rows)
     return Room(rollout, max(0, free - weights_bytes(model, rollout)))

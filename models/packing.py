@@ -112,14 +112,14 @@ def by_shard(x: Shaped[Array, "B T ..."], packing: Packing) -> Shaped[Array, "S 
 
 
 def pack_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S M ..."]:
-    """Returns the packed tokens' ids; without a packing those of rows."""
+    """Returns the packed tokens' ids; without a packing, the ids of rows."""
     if packing is None:
         return x
     return jax.vmap(read)(by_shard(x, packing), packing.indices)
 
 
 def packed_positions(num_columns: int, packing: Packing | None) -> Int[Array, "*S M"]:
-    """Returns the columns of packed tokens; without a packing those of each row."""
+    """Returns the columns of packed tokens; without a packing, the columns of a row."""
     return jnp.arange(num_columns) if packing is None else packing.indices % num_columns
 
 
@@ -165,7 +165,7 @@ def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Arra
 
 
 def target_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S M D"]:
-    """Returns the states that next tokens come from; without a packing those of all but the last column."""
+    """Returns the states that next tokens come from; without a packing, all columns but the last."""
     return hidden[:, :-1] if packing is None else hidden
 
 

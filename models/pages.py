@@ -3,8 +3,8 @@
 Attention over pages is a kernel on GPUs (Triton) and TPUs (ragged_paged_attention, which JAX ships). Elsewhere the
 pages of a segment are copied into one array a row, and what the segment adds is written back at its end.
 
-Letters: R rows, T new tokens of a row, w pages of a table, n pages of a pool, p tokens of a page, S slots, H query
-heads, K key heads, G = H / K, C channels of a head.
+R rows, T new tokens of a row, w pages of a table, n pages of a pool, p tokens of a page, S slots.
+H query heads, K key heads, G = H / K, C channels of a head.
 """
 
 from collections import Counter, deque
@@ -74,7 +74,7 @@ def paged_kernel(model: Decoder) -> str:
 
 
 def stored_channels(model: Decoder) -> int:
-    """Returns the channels of a head in the pool: those of the model, or more that are 0, as the kernel needs them."""
+    """Returns the channels of a head in the pool: as many as the model has, or more that are 0 for the kernel."""
     rounded = {"triton": power_above(model.head_dim), "ragged": round_up(model.head_dim, 128)}
     return rounded.get(paged_kernel(model), model.head_dim)
 

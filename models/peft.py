@@ -95,7 +95,7 @@ class AdapterConfig(NamedTuple):
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
 
     def check_options(self, given: Mapping[str, object]) -> None:
-        """Raises UserError if settings that were given are not those of the adapters; an int8 base may be chosen."""
+        """Raises UserError if settings that were given differ from the adapters' own; an int8 base may be chosen."""
         for name, value in self.options.items():
             wrong = given.get(name, value)
             if wrong not in (value, "int8"):
@@ -277,7 +277,7 @@ def check_size(name: str, x: np.ndarray) -> float:
 
 
 def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
-    """Returns the names of the file's tensors by those of the text model; a line is printed if some are of images.
+    """Returns the names of the file's tensors, by name in the text model; prints a line if some are for images.
 
     A tensor may have two names, for two classes of transformers: see `module_names`. Raises: UserError if they differ.
     """
@@ -315,7 +315,7 @@ def peft_name(i: int, name: str) -> str:
 def peft_names(model: Decoder, layers: list[int], name: str) -> list[str]:
     """Returns the names in PEFT's file of an array of adapters: a tensor of each layer, or of each of its experts.
 
-    peft stacks those of experts if transformers does so with their matrices.
+    peft stacks the tensors of experts if transformers stacks their matrices.
     """
     names = [peft_name(i, name) for i in layers]
     if EXPERT not in name:
@@ -335,8 +335,8 @@ def save_adapters(
 ) -> None:
     """Writes adapters as a PEFT folder, whole or not at all. `base`: folder or hub id of their model.
 
-    Those that are zeros, in A too, are left out, as they were in the folder that they came from. The other arguments
-    are those of `save_model`.
+    Adapters that are zeros, in A too, are left out, as they were in the folder that they came from. The other
+    arguments are as in `save_model`.
     """
     arrays = {}
     for name, layers in adapter_layers(model).items():

@@ -16,7 +16,7 @@ Angles = tuple[Float[Array, "*B T 1 R"], Float[Array, "*B T 1 R"]]  # cosines an
 
 
 class Scaling(NamedTuple):
-    """Changed frequencies for contexts longer than those of the first training; names as in config.json."""
+    """Changed frequencies for contexts longer than in the first training; names as in config.json."""
 
     rope_type: str  # linear: all are divided by `factor`; llama3 and yarn: only those of long waves
     factor: float

@@ -104,8 +104,8 @@ def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
 
     It adds up parts, each the longer time of its products and its bytes. In each step the parts are the weights of the
     layers, read once, and the head with its logits; of experts, those count that the live rows choose, at most all.
-    Over all steps the parts are attention and states. Each token reads the keys and values before it; those of a prompt
-    are read once for all its rows. All other tokens, a prompt's once, are prefilled at once.
+    Over all steps the parts are attention and states. Each token reads the keys and values before it; a prompt's are
+    read once for all its rows. All other tokens, a prompt's once, are prefilled at once.
     """
     _, firsts = np.unique(rows.prompts, return_index=True)
     prompt_lengths = rows.prompt_lengths[firsts, None]

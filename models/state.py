@@ -32,7 +32,7 @@ class TrainState:
 def init_state(params: Params | Adapters, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns the state at step 0 in the layout of an update: moments like their parameters, the rest on every device.
 
-    With other shardings than those of an update's results, the second update would compile anew.
+    The shardings equal those that an update returns; with others, the second update would compile anew.
     """
     mesh = getattr(jax.tree.leaves(params)[0].sharding, "mesh", None)
 

@@ -56,7 +56,7 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: those of generation_config.json and the tokenizer, and the one that ends turns."""
+        """Ids that end a completion, from generation_config.json and the tokenizer, and the id that ends turns."""
         ids = [*self.listed_stop_ids, end_of_turns(self, self.template)]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
@@ -336,7 +336,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files and generation_config.json into a folder.
 
-        The files that it was loaded from are written byte for byte: transformers 4 cannot read those of transformers 5.
+        The files that it was loaded from are written byte for byte: transformers 4 cannot read files of transformers 5.
         """
         directory = Path(directory)
         if not self.files:

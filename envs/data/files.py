@@ -353,7 +353,7 @@ def parquet_batches(file: str | Path) -> "Iterator[pyarrow.RecordBatch]":
 
 
 def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
-    """Yields rows; those of large batches one by one, since a dictionary may hold one long value for all rows.
+    """Yields rows. Large batches are read row by row, since a dictionary may hold one long value for all rows.
 
     Raises: UserError if the file has changed since it was checked, or holds values that Python lacks.
     """

@@ -154,7 +154,7 @@ def match(names: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
 
 @cache  # so that no pattern takes exponential time
 def matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """True if the parts of a path match those of a pattern, of which "**" stands for any number of folders."""
+    """True if the parts of a path match a pattern, in which "**" stands for any number of folders."""
     if not pattern or not path:
         return not path and set(pattern) <= {"**"}
     if pattern[0] == "**":

@@ -156,7 +156,7 @@ def first_of(names: Sequence[str], row: RawRow) -> str:
 
 
 def find_files(source: Source, data_dir: str) -> list[Path]:
-    """Returns the files of a source on this machine: the first that it names, or those of a copy of the hub's folder.
+    """Returns the files of a source on this machine: the first that it names, or a copy of the hub's folder.
 
     The copy is owner/name or name in --data_dir, or --data_dir itself if it has that name; without --data_dir it is
     the folder owner/name. Raises: UserError if the copy has no such configuration or split.

@@ -21,7 +21,7 @@ WRITTEN_DECIMAL = re.compile(r"(\d*)\.(\d+)(?!\s*\\overline)")
 def digits_written(*texts: str) -> int:
     """Returns how many significant digits count when numbers of these texts are compared.
 
-    That is those of the least precise decimal in them, within FEWEST_DIGITS and MOST_DIGITS; EXACT without a decimal.
+    The least precise decimal decides, within FEWEST_DIGITS and MOST_DIGITS; EXACT without a decimal.
     """
     decimals = [match.groups() for text in texts for match in WRITTEN_DECIMAL.finditer(text)]
     if not decimals:

@@ -1,8 +1,8 @@
-"""Classes of other trainers as episodes: those of TRL's `environment_factory`, and objects with `reset` and `step`.
+"""Classes of other trainers as episodes: for TRL's `environment_factory`, and objects with `reset` and `step`.
 
 An object plays an episode in one process, from its `reset`, whose text ends the prompt, to its last reward. Then it is
 reset for another episode. Its methods may be coroutine functions. Before each call the global generators of `random`,
-NumPy and torch are seeded. So `reset` draws the same random numbers for all samples of a group, and all methods draw
+NumPy and torch are seeded. So `reset` gets the same random numbers for all samples of a group, and all methods get
 the same numbers when an episode is played again.
 """
 

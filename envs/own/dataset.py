@@ -2,8 +2,8 @@
 
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
-where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's or verl's
-form: see envs/own/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
+my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward in the form of TRL or verl:
+see envs/own/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
 envs/own/adapters.py.
 """
 

@@ -1,11 +1,12 @@
 """Rewards of users: functions of a completion and the columns of a row, and functions written for TRL or verl.
 
-There are three forms, recognized by the names of their arguments:
-- our own: `f(completion, **row)` returns a number, or parts that are added up;
-- TRL's: `f(completions, prompts, ..., **columns)` gets all replies to a problem at once, and returns a number for each,
-  or None if it does not apply;
+There are three forms. The names of their arguments tell which one a function has.
+
+- Our own: `f(completion, **row)` returns a number, or parts that are added up.
+- TRL's: `f(completions, prompts, ..., **columns)` gets all replies to a problem at once. It returns a number for each,
+  or None if it does not apply.
 - verl's: `f(data_source, solution_str, ground_truth, extra_info)` returns a number, or a dict whose "score" is the
-  reward; its form for batches has these names in plural.
+  reward. Its form for batches has these names in plural.
 """
 
 import contextlib

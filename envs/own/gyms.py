@@ -202,7 +202,7 @@ def refusal(reason: str) -> Transition:
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:
-    """Calls a function with those of the arguments that it takes, and returns its result."""
+    """Calls a function with the arguments that it takes, and returns its result."""
     taken = parameters(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return completed(function(**{name: value for name, value in arguments.items() if takes_all or name in taken}))

@@ -75,7 +75,7 @@ IDLE = (0.0, -1)
 
 
 class Turns(NamedTuple):
-    """Replies of the policy in an episode so far: a job asks for the response to the last one, or for its opening."""
+    """Replies of the policy in an episode so far. The job returns the response to the last one, or the opening."""
 
     seed: int
     replies: tuple[Reply, ...]
@@ -321,7 +321,7 @@ class WorkerPool:
                     worker.closed = time.monotonic()
 
     def take_chunk(self, worker: Worker) -> list[int]:
-        """Takes jobs out of the queue: those of episodes that the worker has, then those that no worker has."""
+        """Takes jobs out of the queue: first of episodes that the worker plays, then of episodes without a worker."""
         size = math.ceil(len(self.queue) / len(self.workers))
         if size * self.job_seconds > QUICK:  # in smaller chunks, a message would take longer than its jobs
             size = math.ceil(size / 4)  # so that the last chunks are small

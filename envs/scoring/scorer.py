@@ -56,7 +56,7 @@ GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, 
 class Scorer:
     """Scores replies to the problems of one environment; use it as a context manager, from one thread at a time.
 
-    `env_name` is a name of `make_env`'s table, or "module:function" of something else that makes an Env.
+    `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env.
     `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
     `failures_dir` receives reward_failures.jsonl: the first replies that could not be scored, and why.
 
@@ -333,7 +333,7 @@ def blamed(jobs: Sequence[Job | Scored]) -> str:
 class ScoringStream:
     """Does jobs of one rollout in a thread, while others are sampled: a context manager.
 
-    Where rewards compare the replies to a problem, those of `group_size` rows wait for one another.
+    If rewards compare the replies to a problem, `group_size` replies wait for one another.
     """
 
     def __init__(self, scorer: Scorer, group_size: int = 1):

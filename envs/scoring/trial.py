@@ -76,7 +76,7 @@ def reason_of(trial: Trial, outcome: Outcome) -> str:
 def example_jobs(env: Env) -> list[Job]:
     """Returns replies to the first problems, right and empty ones; episodes end with them.
 
-    Where rewards compare replies, those of a problem are a group of two or more: lists of a wrong length are found.
+    If rewards compare replies, each problem has a group of two or more, so that lists of a wrong length are found.
     """
     jobs = []
     for index in range(min(NUM_TRIED, env.num_tasks)):

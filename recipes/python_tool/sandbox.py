@@ -3,12 +3,12 @@ r"""Runs Python code from stdin in this process, without rights: the program tha
     python -SPsB -X utf8 -c 'import sys, sandbox; sandbox.main(*sys.argv[1:])' \
         SECONDS BYTES PARENT_PID on|off READABLE_PATHS FOLDERS_OF_PACKAGES < code.py
 
-Limits of the process come first. Then three mechanisms of Linux that need no privileges, and that a process cannot
-take off again: no_new_privs; Landlock (files, TCP, signals; docs.kernel.org/userspace-api/landlock.html); a seccomp
-filter, which allows the system calls of a table and refuses all others. The code can read the interpreter's files, and
-write plain files into the working folder, where they stay. It can start no process, no thread and no other program, and
-makes no connection. It runs on the same kernel as everything else: faults of the kernel, and how long things take, are
-no secret from it.
+Limits of the process come first. Then follow three mechanisms of Linux that need no privileges, and that a process
+cannot take off again. They are no_new_privs, Landlock (files, TCP, signals;
+docs.kernel.org/userspace-api/landlock.html) and a seccomp filter, which allows the system calls of a table and refuses
+all others. The code can read the interpreter's files, and write plain files into the working folder, where they stay.
+It can start no process, no thread and no other program, and makes no connection. It runs on the kernel of the machine,
+so it can use faults of the kernel and measure times.
 
 Imports cost time at each start: typing, json and ast would add 40 ms to 20.
 """

@@ -148,8 +148,8 @@ class Index:
     def set_weights(self, tokens: Tokens, lengths: Lengths, k1: float, b: float) -> None:
         """Sets the weight of each word in each passage.
 
-        That is idf x tf / (tf + k1 (1 - b + b length / mean length)) with idf = log(1 + (N - n + 1/2) / (n + 1/2)), for
-        a word that stands tf times in a passage and in n of N passages. The 1 keeps frequent words positive (Lucene).
+        BM25: idf x tf / (tf + k1 (1 - b + b length / mean length)), idf = log(1 + (N - n + 1/2) / (n + 1/2)). The word
+        stands tf times in a passage, and in n of N passages. The 1 keeps frequent words positive (Lucene).
         """
         num_passages = len(lengths)
         passage_ids = np.repeat(np.arange(num_passages), lengths)
