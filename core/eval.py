@@ -249,7 +249,7 @@ def describe_scores(scores: Mapping[str, float]) -> str:
 
 
 def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
-    """Returns how the test split of each environment of --env_name is played, and those of --also_eval."""
+    """Returns how the test split of each environment of --env_name and --also_eval is played."""
     names = dict.fromkeys(test_name(name.strip()) for name in config.env.env_name.split(","))
     check_files(config.env, names)
     num_tokens, force_answer_at = config.sampling.num_generation_tokens, config.sampling.force_answer_at

@@ -51,7 +51,7 @@ class Replies:
         return replace(sampler, on_segment=partial(self.on_segment, wait, first_row))
 
     def on_segment(self, wait: Wait, call_offset: int, segment: Segment) -> None:
-        """Takes the rows that have ended since the last segment, and queues those of this process for the graders."""
+        """Takes the rows that have ended since the last segment, and queues this process's rows for the graders."""
         first_row = call_offset + segment.first_row
         with self.lock:
             wait.count_rows(first_row, segment.num_sampled, segment.lengths)

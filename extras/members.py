@@ -1,8 +1,8 @@
 """Samples completions of several policies over one base in one batch, each row with the adapters of its member.
 
 Each member's loop runs in a thread of its own. A call of its sampler waits until all members that still run have called
-theirs. Then one thread samples all requests, and each member gets its own rows. The samples equal those of a single
-run, since keys are made from the member's own.
+theirs. Then one thread samples all requests, and each member gets its own rows. The samples equal a single run's, since
+keys are made from the member's own.
 
 B = N G rows, as in core/sampler.py.
 """
@@ -26,7 +26,7 @@ from utils.runs.shutdown import Signals, Stop
 
 @dataclass(frozen=True)
 class MemberSampler(Sampler):
-    """The sampler of a member, which samples together with those of the other members."""
+    """The sampler of a member, which samples together with the other members' samplers."""
 
     member: str = ""
     signals: Signals | None = None  # of the member's run

@@ -3,7 +3,7 @@
     python extras/population.py --population "seed=0,1,2;config=configs/grpo.py,configs/cispo.py" \\
         --config configs/demo.py --lora_rank 4 --lr 3e-3 --save_dir runs/population
 
-Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
+Each combination of the values is a member; all other options, as of core/grpo.py, are for all. A member is a run of
 core/grpo.py, in a thread and a folder of its own; extras/members.py samples completions of all in one batch.
 """
 
@@ -75,7 +75,7 @@ class PopulationConfig(Config):
 
 
 class MemberRun(Run):
-    """A run whose updates and drawings take turns with those of the other members."""
+    """A run whose updates and plots take turns with the other members' runs."""
 
     # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
     # a CPU in any case, two at once 2.1 GB instead of 1.4.
@@ -268,7 +268,7 @@ def make_member(
 
 
 def share_sampler(worker: RolloutWorker, name: str, signals: Signals, shared: SharedSampler) -> RolloutWorker:
-    """Returns a worker that samples together with those of the other members."""
+    """Returns a worker that samples together with the other members' workers."""
     sampler = MemberSampler(**settings_of(worker.sampler), member=name, signals=signals, shared=shared)
     return replace(worker, sampler=sampler)
 

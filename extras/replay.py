@@ -72,7 +72,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True)
 class ReplayCommand:
-    """Replay of an episode. The settings are those of its run; here its code is named if the run is of others."""
+    """Replay of an episode. The settings come from its run; its code is named if the run is of others."""
 
     episode: EpisodeConfig = group(EpisodeConfig)
     env: EnvConfig = group(EnvConfig)
@@ -232,7 +232,7 @@ def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
 
 
 def compare(completions: Completions, stored: Stored) -> str:
-    """Returns a sentence on where the stored row differs from the row that was sampled again, and why."""
+    """Returns a sentence on the first difference between the stored row and the row sampled again, and why."""
     length = completions.lengths[stored.sample]
     tokens = completions.tokens[stored.sample, :length]
     if np.array_equal(tokens, stored.tokens):

@@ -4,8 +4,9 @@
 
 1. Tokenizer: byte-level BPE of 512 ids with Qwen's split pattern, each number 0-99 one token, a ChatML template.
 2. Pre-training: next-token prediction on synthetic replies. A reply tries combinations of three numbers one by one, in
-   random order and never twice, computes each, checks it against the target, stops at a hit, and gives up after a miss
-   with the probability of its mood: most replies are impatient, some are not. A few documents are plain arithmetic.
+   random order and never twice. It computes each, checks it against the target and stops at a hit. After a miss it
+   gives up with the probability of its mood: most replies are impatient, some are not. A few documents are plain
+   arithmetic.
 
 What it leaves for RL to find: keep searching, and try the promising combinations first. The number sets of Countdown's
 test split never occur.

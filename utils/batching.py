@@ -42,7 +42,7 @@ def group_counts(largest: int) -> list[int]:
 
 
 def padding_of(path: Sequence[object]) -> int:
-    """Returns what pads an array at this path of a pytree: 1 in `extras`, so that dividing by it is safe, else 0."""
+    """Returns the padding of an array at this path of a pytree: 1 in `extras`, which may be divisors; 0 elsewhere."""
     return int(any(getattr(key, "name", "") == "extras" for key in path))
 
 
@@ -84,7 +84,7 @@ class RowSizes(NamedTuple):
     is_target: Bool[np.ndarray, "B T"]  # tokens of completions: neither those of observations nor forced ones
 
     def select(self, rows: Int[np.ndarray, "R"]) -> "RowSizes":
-        """Returns the sizes of these rows; those of EMPTY are 0."""
+        """Returns the sizes of these rows; sizes of EMPTY are 0."""
         is_row = rows != EMPTY
         return RowSizes(*(x[rows] * is_row.reshape(-1, *[1] * (x.ndim - 1)) for x in self))
 
@@ -205,7 +205,7 @@ def choose_bins(shapes: Sequence[MicrobatchShape], num_tokens: int, num_rows: in
 
 
 def fill(groups: Sequence[RowNumbers], sizes: RowSizes, bins: Sequence[MicrobatchShape]) -> list[RowNumbers]:
-    """Returns the rows of each bin: those of a group go into the emptiest one, as many as fit, and so on."""
+    """Returns the rows of each bin. Rows of a group go into the emptiest bin, as many as fit, and so on."""
     room = np.array([shape.num_packed for shape in bins])
     room_for_rows = np.array([shape.num_rows for shape in bins])
     completions = sizes.lengths - sizes.prompt_lengths
@@ -226,7 +226,7 @@ def fill(groups: Sequence[RowNumbers], sizes: RowSizes, bins: Sequence[Microbatc
 
 
 def packed_tokens(sizes: RowSizes) -> int:
-    """Returns the tokens of a packing: those of completions, with the last one of the prompt, and of each prompt."""
+    """Returns the tokens of a packing: of completions, with the last token of the prompt, and of each prompt."""
     _, firsts = np.unique(sizes.prompts, return_index=True)
     prompts = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
     return int((sizes.lengths - sizes.prompt_lengths).sum() + prompts.sum())

@@ -39,7 +39,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or what else has its name."""
+    """Removes a file, or a folder or link of its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -108,7 +108,7 @@ class AheadRollouts:
         self.worker.drawing.append(self.pool.submit(self.run, weights, progress))
 
     def run(self, weights: Weights, progress: Progress) -> Collected:
-        """Samples rollouts. Small programs, like those of keys, would wait for updates on the first device."""
+        """Samples rollouts. Small programs, such as for keys, would wait for updates on the first device."""
         worker = replace(self.worker, sampler=replace(self.worker.sampler, cancelled=self.cancelled))
         device = None if worker.own_base is None else worker.layout.mesh.devices.flat[0]
         with jax.default_device(device):

@@ -100,7 +100,7 @@ def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_
 def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 0) -> Programs:
     """Yields each program of sampling over pages whose shapes do not depend on a call.
 
-    `params`: arrays or their shapes; `steps`: of a segment, 0 for those of single replies.
+    `params`: arrays or their shapes; `steps`: of a segment; 0: as for single replies.
     """
     layout, model = sampler.layout, sampler.model
     sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)

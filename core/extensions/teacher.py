@@ -1,7 +1,7 @@
 """The teacher of a run with --teacher: its model, its prompts, and its states or log-probabilities of a batch.
 
-Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update, where the logits
-of both models are made in the chunks of the head: see models/logits.py.
+Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update. The update makes
+the logits of both models in chunks of the head: see models/logits.py.
 """
 
 import os
@@ -124,7 +124,7 @@ def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int
 def with_prompts(prompts: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch, Int[np.ndarray, "B T"]]:
     """Returns the rows with these prompts, and the new column of each old token; empty: a row keeps its prompt.
 
-    Nothing else of a row changes. Tokens of prompts are no targets.
+    The rest of a row does not change. Tokens of prompts are no targets.
     """
     pairs = zip(prompts, batch.prompt_lengths.tolist(), strict=True)
     shifts = np.array([len(prompt) - length if prompt else 0 for prompt, length in pairs])
@@ -166,7 +166,7 @@ class TaughtLearner(Learner):
     def add_logprobs(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
     ) -> tuple[TrainState, Batch]:
-        """Adds the results of `Learner.add_logprobs` and, after moving an average of policies, those of the teacher."""
+        """Adds the results of `Learner.add_logprobs`, moves the average of policies, and adds the teacher's results."""
         state, batch = super().add_logprobs(state, batch)
         if TEACHER in state.extra:
             kept = state.extra[TEACHER]

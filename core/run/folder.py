@@ -436,7 +436,7 @@ class Run:
         return lines
 
     def write_config(self, is_ended: bool = False) -> None:
-        """Writes config.json: the settings, and under "run" where the run comes from and how long it has taken."""
+        """Writes config.json: the settings, and under "run" the run's origin and times."""
         if self.layout.is_main:
             origin = self.origin.record(is_ended)
             write_json(self.directory / "config.json", self.settings | {"run": origin | {"changed": self.changed}})
@@ -631,7 +631,7 @@ class Run:
         self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
     def print_summary(self, progress: Progress, state: TrainState) -> None:
-        """Prints the report's verdict, and where the model and the report are; writes a model that is missing."""
+        """Prints the report's verdict, and the paths of model and report; writes a model that is missing."""
         is_saved = (self.directory / f"step{progress.step}").is_dir()
         if not any(self.layout.gather_values(is_saved)):  # of a run that was stopped or whose model was removed
             self.save_step(state, progress)

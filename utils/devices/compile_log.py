@@ -99,7 +99,7 @@ class Compilations:
 
 
 def compile_metrics(programs: Sequence[Mapping], ahead: Sequence[Mapping] = ()) -> dict[str, float]:
-    """Returns the metrics of these programs; those of before the steps count without their seconds."""
+    """Returns the metrics of these programs; programs compiled before the steps count without their seconds."""
     is_from_cache = [row["from_cache"] for row in (*ahead, *programs)]
     return {
         "compile/num_programs": is_from_cache.count(False),

@@ -140,7 +140,7 @@ def find_devices() -> list[jax.Device]:
 
 @cache
 def join_processes() -> None:
-    """Joins the other processes of the job: those of JAX's variables, or those that JAX finds in the cluster's.
+    """Joins the other processes of the job, which JAX finds in its own variables or in the cluster's.
 
     A TPU host outside of a cluster is a process of its own. Runs once: a preset may need devices before the command.
 
@@ -211,7 +211,7 @@ def ending_together() -> Iterator[None]:
 
 
 def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[str, int]:
-    """Returns the devices on each axis: of --mesh, else of --sharding within a slice, with a copy in each slice.
+    """Returns the devices on each axis: by --mesh if it is given; if not, by --sharding, with a copy in each slice.
 
     Slices are joined by a slower network: hosts with GPUs, or TPU slices.
 

@@ -139,10 +139,10 @@ def best_of_k(returns: SampleValues, k: int) -> TaskValues:
 def majority(answers: Sequence[str | None], correct: Bool[np.ndarray, "G"]) -> float:
     """Returns the chance that the most frequent answer among a task's G samples is right.
 
-    Answers are one vote if they were graded correct, since the grader found each of them equal to the reference, or
-    if they are equal apart from white space at their ends and its amount within. Ties are decided by lot, in
-    expectation. Samples without an answer (None) do not vote; if nobody votes, nothing is right. If equal answers
-    were graded differently, a win counts by the share of them that are right.
+    Answers that were graded correct are one vote, since each equals the reference. Other answers are one vote if they
+    are equal apart from white space. Ties are decided by lot, in expectation. Samples without an answer (None) do not
+    vote; if nobody votes, nothing is right. If equal answers were graded differently, a win counts by the share of them
+    that are right.
 
     Source: arXiv 2203.11171.
     """

@@ -60,7 +60,7 @@ def check_writable(scores: str, samples: str) -> None:
 
 
 def write_results(results: Sequence[Result], seed: int, path: str) -> None:
-    """Prints the tables of several results, and writes the JSON file: one object for one result, else a list."""
+    """Prints the tables of several results, and writes the JSON file: an object for one result, a list for several."""
     if len(results) > 1:
         objects = compare_results(results, seed)
         report = format_report(objects)
@@ -104,8 +104,8 @@ def compare_pair(base: Result, result: Result, seed: int) -> dict[str, JSON]:
 def format_report(objects: Sequence[TableRow]) -> str:
     """Returns two tables, a row for each checkpoint: scores with 95% intervals, differences to the first checkpoint.
 
-    `objects`: from `compare_results`, all checkpoints on all environments. Of metrics for several k, those of all
-    samples are printed.
+    `objects`: from `compare_results`, all checkpoints on all environments. Of metrics for several k, only the one of
+    all samples is printed.
     """
     rows_by_env: dict[str, list[TableRow]] = {}
     for row in objects:

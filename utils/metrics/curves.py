@@ -59,7 +59,7 @@ def is_held_out(name: str) -> bool:
 
 
 def intervals(run: Curves, name: str) -> dict[float, Interval]:
-    """Returns the ends of a metric's 95% interval by step: as logged, else from half its width; empty without both."""
+    """Returns the ends of a metric's 95% interval by step, as logged or from half its width; empty without both."""
     by_step = by_steps(run, name)
     halves, lows, highs = (by_steps(run, f"{name}_{end}") for end in ("ci", "low", "high"))
     ends = {step: (by_step[step] - half, by_step[step] + half) for step, half in halves.items() if step in by_step}

@@ -154,7 +154,7 @@ class Logger(contextlib.AbstractContextManager):
         return cells
 
     def sample(self, where: str, prompt: str, completion: str, reward: float) -> None:
-        """Prints a rollout: where it was drawn, the prompt, the completion, and its reward."""
+        """Prints a rollout: its step and environment, the prompt, the completion, and its reward."""
         color = "32" if reward > 0 else "31"
         lines = [
             paint(f"--- {where}: prompt", "2"),

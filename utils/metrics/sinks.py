@@ -214,7 +214,7 @@ def read_or_create(file: Path, make: Callable[[], str]) -> str:
 def has_wandb_login(wandb: ModuleType | None = None) -> bool:
     """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer.
 
-    The module knows its server's address from its own settings too; importing it takes half a second.
+    The module reads its server's address from its own settings too; importing it takes half a second.
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

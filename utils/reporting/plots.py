@@ -68,7 +68,7 @@ def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
 def make_figure(**options: object) -> "matplotlib.figure.Figure":
     """Returns an empty figure, which is written to files and never shown: not pyplot's, which has a global state.
 
-    MPLBACKEND is not read: a notebook hands it on to the commands that it starts, where it may name no backend.
+    MPLBACKEND is not read: a notebook hands it on to the commands that it starts, which may lack that backend.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns if HOME cannot be written
     backend = os.environ.pop("MPLBACKEND", None)

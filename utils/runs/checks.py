@@ -40,7 +40,7 @@ def check_folder(directory: Path) -> None:
 
 
 def describe_others(directory: Path) -> str:
-    """Returns a line on a folder that holds no run but other files, which those of a run would stand between."""
+    """Returns a line on a folder that holds other files and no run: a run's files would stand among them."""
     entries = [path.name for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
     if not entries or {*entries} & {*FOLDERS, *FILES}:
         return ""

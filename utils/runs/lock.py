@@ -76,8 +76,8 @@ class FolderLock:
 def is_running_here(holder: OwnerRecord) -> bool:
     """True if the holder runs on this machine, even if it is stopped; False also if there is no /proc.
 
-    Its start tells it from another process of its number, as containers have them. filelock records the ticks since the
-    start of the machine in the lower 64 bits.
+    Its start distinguishes it from another process with the same number, as in containers. filelock records the ticks
+    since the start of the machine in the lower 64 bits.
     """
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()

@@ -23,7 +23,7 @@ KINDS = {"seconds": int | float, "changed": list, "segments": list}  # of what a
 
 
 class Origin:
-    """Facts about a run, and the time that it takes; `before` holds those of the run that is resumed."""
+    """Facts about a run, and the time that it takes; `before` holds the facts of the run that is resumed."""
 
     def __init__(self, version: str, devices: str, before: Mapping[str, JSON]):
         self.clock = time.monotonic()
@@ -52,7 +52,7 @@ class Origin:
 
 
 def find_cpu() -> str:
-    """Returns the name of the CPU, with family and model, which tell apart CPUs that are all named "AMD EPYC"."""
+    """Returns the name of the CPU with family and model, since many CPUs are named "AMD EPYC"."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -77,7 +77,7 @@ def start_of(origin: Mapping[str, JSON]) -> str:
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
-    """Returns the settings of a run, and where it comes from; both empty if there is no file.
+    """Returns the settings and the origin of a run; both empty if there is no file.
 
     Raises: UserError naming the file and what is wrong in it.
     """

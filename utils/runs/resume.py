@@ -1,4 +1,4 @@
-"""Comparison of a run's settings with those of the run that it resumes."""
+"""Comparison of a run's settings with the settings of the run that it resumes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ def check_settings(
 ) -> dict[str, list[JSON]]:
     """Compares the settings with those in `file`, of the run that is resumed; returns the old and the new of changes.
 
-    `resumable` names may differ: where and how fast a run runs, and what it writes; all others are its meaning.
+    `resumable` names may differ: devices, speed and files of a run. All others change its results.
 
     Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
     """

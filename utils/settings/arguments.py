@@ -48,7 +48,7 @@ TRL_NAMES = {  # our names of options of TRL and transformers
 
 
 def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[Assignment]:
-    """Returns the assignments of the presets (`--config FILE`), then those of the command line, which win.
+    """Returns the assignments of the presets (`--config FILE`), then of the command line, which win.
 
     types: the type of each option by name. Raises: UserError for an unreadable preset or command line.
     """

@@ -100,7 +100,7 @@ def listed(choices: Sequence[str]) -> str:
 
 
 def options_of(config_class: type) -> dict[str, OptionField]:
-    """Returns all options by name, those of groups included, in the order of the fields."""
+    """Returns all options by name, groups included, in the order of the fields."""
     options: dict[str, OptionField] = {}
     for field in dataclasses.fields(config_class):
         group_class = field.metadata.get("group")

@@ -17,7 +17,7 @@ SET_BY: dict[str, str] = {}  # the file (a preset, a run's config.json) that set
 
 
 class UserError(ValueError):
-    """Raised for what the user can change: the message says in one sentence what is wrong and what to do."""
+    """Raised for what the user can change: the message is one sentence on what is wrong and what to do."""
 
 
 def fail(message: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """Ends a command in one sentence if Python or packages are missing or too old; settings that NumPy reads when imported.
 
-Imported before any package. Python 3.8 must parse this file, and those of commands, to get that sentence.
+Imported before any package. Python 3.8 must parse this file, and the files of commands, to get that sentence.
 """
 
 import os

@@ -46,7 +46,7 @@ def demo_of_tiny(options: Mapping[str, object], is_announced: bool = True) -> Pr
 
 
 def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
-    """Returns the options in a config.json, and its `run`: where the run comes from."""
+    """Returns the options in a config.json, and its `run`: the origin of the run."""
     options = dict(settings)
     origin = options.pop("run", None)
     return options, origin if isinstance(origin, dict) else {}
