@@ -227,7 +227,7 @@ def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
     text = problem.prefix + reply.text.removeprefix(problem.prefix)
     try:
         outcome = describe_outcome(env, problem, reply._replace(text=text))
-    except Exception as error:  # of a reward or a class of the user's
+    except Exception as error:  # raised by a reward or a class of the user
         outcome = f"fails: {describe_error(error)}"
     indent = " " * 10
     return f"{name:>10} {shorten(reply.text)}\n{indent} {outcome}"

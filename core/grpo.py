@@ -180,7 +180,7 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups
-    share = 1.0  # of the sampled groups that have signal
+    share = 1.0  # fraction of the sampled groups that has signal
     parts, batch_rows, num_sampled_groups = [], [], 0
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)

@@ -86,7 +86,7 @@ class Update(NamedTuple):
     """An optimizer step that was made: its minibatch, and metrics that are still on the devices."""
 
     minibatch: Batch
-    parts: Sequence[dict[str, Array]]  # of the micro-batches: see reduce_metrics
+    parts: Sequence[dict[str, Array]]  # metrics of the micro-batches: see reduce_metrics
     metrics: dict[str, Array]
 
 

@@ -56,12 +56,12 @@ class Episodes:
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
-    load: dict[str, float] = field(default_factory=dict)  # of sampling over pages: sums over segments
-    problems: list[Problem] = field(default_factory=list)  # of rows, as their prompts show them
+    load: dict[str, float] = field(default_factory=dict)  # use of the cache's pages: sums over segments
+    problems: list[Problem] = field(default_factory=list)  # problem of each row, as its prompt shows it
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens if truncated
     conversations: list[list[Message]] = field(default_factory=list)  # after the prompts: turns and observations
-    turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
-    positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run
+    turn_rewards: list[list[float]] = field(default_factory=list)  # reward of each turn of a conversation
+    positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # numbers of groups in the run
     has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
     metrics: dict[str, float] = field(default_factory=dict)  # extra metrics, which override others of the same name
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
@@ -118,7 +118,7 @@ class Batch:
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose and that count in the loss
-    sample_logprobs: Float[Array, "B T"]  # under the distribution that was sampled, nats
+    sample_logprobs: Float[Array, "B T"]  # nats, under the distribution that was sampled
     rewards: Float[Array, "B"]  # NaN: the grader failed
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
@@ -126,13 +126,13 @@ class Batch:
     support: Int[Array, "B T S"] | None = None  # ids that could be sampled, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts that computed the sample, from 1 on; 0, None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
-    token_rewards: Float[Array, "B T"] | None = None  # of turns, each with its last token; None: single replies
+    token_rewards: Float[Array, "B T"] | None = None  # reward of a turn at its last token; None: single replies
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
-    ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model
-    values: Float[Array, "B T"] | None = None  # of the critic, for the state in which the token was chosen
+    ref_logprobs: Float[Array, "B T"] | None = None  # nats, under the reference model
+    values: Float[Array, "B T"] | None = None  # the critic's, for the state in which the token was chosen
     advantages: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None  # targets of the critic
-    entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
+    entropies: Float[Array, "B T"] | None = None  # nats, of the old policy; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # unmasked tokens of the whole optimizer batch
     extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.outputs read them
@@ -201,7 +201,7 @@ class Progress:
     cursor: int = 0  # number of the next problem, counted over all epochs
     num_rollouts: int = 0  # completions sampled so far
     best: float | None = None  # best held-out return so far
-    memory: dict[str, JSON] = field(default_factory=dict)  # what an idea keeps from step to step; saved as JSON
+    memory: dict[str, JSON] = field(default_factory=dict)  # numbers and text kept across steps; saved as JSON
 
     def after_step(self, cursor: int, num_rollouts: int) -> Self:
         return replace(self, step=self.step + 1, cursor=cursor, num_rollouts=self.num_rollouts + num_rollouts)

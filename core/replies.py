@@ -35,7 +35,7 @@ class Replies:
     ):
         self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
         self.num_samples = len(keys) // len(problems)
-        self.problems = [problem for problem in problems for _ in range(self.num_samples)]  # of rows
+        self.problems = [problem for problem in problems for _ in range(self.num_samples)]  # one for each row
         self.task_ids = np.repeat(task_ids, self.num_samples).tolist()
         self.own_rows = layout.process_share(len(keys), self.num_samples)
         self.texts: dict[int, str] = {}  # by row

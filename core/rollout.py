@@ -37,7 +37,7 @@ from utils.settings.errors import UserError
 from utils.settings.groups import EvalConfig
 from utils.threefry import make_key
 
-Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
+Estimates = dict[str, Float[np.ndarray, "N"]]  # estimates of each task, whose means are the metrics
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class RolloutWorker:
     """Plays the tasks of an environment with given weights, and grades the replies."""
 
     env: Env
-    name: str  # of the environment
+    name: str  # environment, with its split
     tokenizer: Tokenizer
     sampler: Sampler
     scorer: Scorer
     layout: Layout
     rows_per_call: int  # completions sampled at once; 0: all, until `with_room` sets it from free memory
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
-    make_replies: type[Replies] = Replies  # of several turns: `Conversations` of core/chains/turns.py
+    make_replies: type[Replies] = Replies  # for several turns, Conversations of core/chains/turns.py
     notes: tuple[str, ...] = ()  # about its prompts, printed at the start
 
     def __enter__(self) -> Self:

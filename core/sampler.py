@@ -100,8 +100,8 @@ class ChainJob(NamedTuple):
     """Prompts of a call that one chain samples, with equal numbers of completions."""
 
     prompts: Sequence[list[int]]
-    keys: UInt32[np.ndarray, "B 2"]  # of each completion; those of a prompt are adjacent
-    num_columns: int  # to which prompts are padded
+    keys: UInt32[np.ndarray, "B 2"]  # a key for each completion; rows of a prompt are adjacent
+    num_columns: int  # padded length of prompts
     row_offset: int  # rows of the call before these
 
 
@@ -111,7 +111,7 @@ class Segment(NamedTuple):
     first_row: int  # number of the chain's first row in the call
     tokens: Int[np.ndarray, "B A"]
     num_sampled: int  # columns of tokens, so far
-    lengths: Int[np.ndarray, "B"]  # of completions; above `num_sampled` if a row goes on
+    lengths: Int[np.ndarray, "B"]  # tokens of completions; above `num_sampled` if a row goes on
 
     def ended_rows(self) -> list[int]:
         """Returns the rows of the chain that have ended."""
@@ -202,7 +202,7 @@ class Sampler:
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
     paging: Paging = field(default_factory=Paging)  # see core/chains/pages.py
-    tokenizer: Tokenizer | None = None  # for stop strings
+    tokenizer: Tokenizer | None = None  # needed by stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[["Sampler", Weights, ChainJob], "Chain"] | None = None  # None: `Chain`; core/chains/
     # Weights for these rows of a call: the members of a population have adapters of their own.

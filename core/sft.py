@@ -54,7 +54,7 @@ from utils.settings.errors import UserError, counted, user_errors
 from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
 from utils.settings.options import group, option
 
-LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # of the learner's metrics
+LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # metrics of the learner that are logged
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SFTConfig:
     devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
-    update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # for the learner
+    update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # the learner reads them
     objective = ObjectiveConfig(objective="reinforce", advantage="reinforce", entropy_coef=0.0)
 
     def __post_init__(self):

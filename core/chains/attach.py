@@ -26,7 +26,7 @@ class Attached(NamedTuple):
 
     sampler: Sampler
     make_replies: type[Replies]
-    notes: tuple[str, ...]  # on prompts
+    notes: tuple[str, ...]  # remarks on prompts
 
 
 def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_size: int = -1) -> Attached:

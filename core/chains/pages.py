@@ -48,7 +48,7 @@ PAGE, PAGE_ON_CPU = 64, 16  # tokens
 FEWEST_LANES = 8
 AT_ONCE = 8  # share of the slots that are free before rows take them, as a divisor
 FULL = 0.95  # share of the pages in use, as expected; the rest is a reserve for chance
-BINS = 64  # of lengths
+BINS = 64  # ranges of lengths that are counted
 PRIOR_ROWS = 8  # rows of all lengths that count as ended before the first row ends
 CHUNKS = ((64, 64), (4, 1024))  # rows and tokens of a prefill, over all devices that share rows
 CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
@@ -59,8 +59,8 @@ def chances_to_go_on(
 ) -> tuple[Float[np.ndarray, "B n"], Float[np.ndarray, "n"]]:
     """Returns the chances that rows of `num_drawn` tokens go on after numbers of more tokens, and these numbers.
 
-    The chances are the product-limit estimate of Kaplan and Meier (1958), from the lengths of rows that have `ended`
-    and the tokens of rows that go on.
+    The chances are the product-limit estimate of Kaplan and Meier (1958). It uses the lengths of rows that have
+    `ended`, and the tokens of rows that go on.
     """
     num_bins = min(limit, BINS)
     width = limit / num_bins
@@ -117,8 +117,8 @@ class PageTable:
         self.num_slots, self.num_all_pages = num_slots, num_pages
         self.prompts, self.num_shared = prompts, num_shared
         self.table = np.full((num_shards * num_slots, width), NOWHERE, np.int32)
-        self.slots = np.full(len(prompts), -1)  # of rows, over all shards
-        self.num_pages = np.zeros(len(prompts), int)  # of rows
+        self.slots = np.full(len(prompts), -1)  # slot of each row, numbered over all shards; -1: none
+        self.num_pages = np.zeros(len(prompts), int)  # pages of each row
         parts = np.array_split(np.arange(len(prompts)), num_shards)
         self.shard_of_row = np.repeat(np.arange(num_shards), list(map(len, parts)))
         self.shards = []
@@ -243,9 +243,9 @@ class PrefillJob(NamedTuple):
     """Tokens whose cache is to be computed, of a row, or of the prompt that it shares."""
 
     row: int
-    slot: int  # of the row's shard
+    slot: int  # number in the row's shard
     table: Int[np.ndarray, "..."]
-    column: int  # of the first token
+    column: int  # column of the first token
     tokens: Sequence[int]
     routes: Int16[np.ndarray, "n L k"] | None  # experts by which they were computed; 0 if unknown
 
@@ -279,8 +279,8 @@ class PagedChain:
         self.drawn = Drawn(sampler, job.prompts, num_rows)
         self.prompt_lengths = self.drawn.prompt_lengths
         self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
-        self.num_launched = np.zeros(num_rows, int)  # with tokens of segments whose results are not read yet
-        self.num_cached = np.zeros(num_rows, int)  # of prompt and completion
+        self.num_launched = np.zeros(num_rows, int)  # tokens, with those of segments whose results are not read yet
+        self.num_cached = np.zeros(num_rows, int)  # tokens of prompt and completion in the cache
         self.num_lost = np.zeros(num_rows, int)  # cached tokens, when the row was put aside
         self.num_recomputed = np.zeros(num_rows, int)
         self.versions = np.zeros(num_rows, int)  # results of segments for an earlier version are ignored
@@ -590,7 +590,7 @@ class PageSizes(NamedTuple):
     num_pages: int
     num_slots: int
     steps: int  # steps of a segment
-    lanes: list[int]  # of decode programs, the fewest first
+    lanes: list[int]  # numbers of lanes that decode programs have, the fewest first
     chunks: list[tuple[int, int]]  # rows and tokens of prefills
 
 
