@@ -1,7 +1,5 @@
 """Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding, --ahead."""
 
-from collections.abc import Mapping
-
 from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
@@ -13,32 +11,8 @@ from models.speed import limits_of
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
-# Formulas of the rows of core/objectives.py and core/advantages.py; fields: {low}, {high}, {fall}, {rise}, {dual_clip},
-# {config.<option>}.
-LOSSES = {  # of a token, by --objective; ratio = p / p_old
-    "ppo": "max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}",
-    "ppo_all_clip": "-clip(ratio, {low}, {high}) A",
-    "reinforce": "-A log p",
-    "cispo": "-stopgrad(clip(ratio, {low}, {high})) A log p",
-    "gspo": "max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios",
-    "dppo": "-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}",
-    "sapo": "-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0",
-}
-WRITTEN_TERMS = ("reference_kl", "distillation_loss")  # of TERMS, as formulas or in lines of their own
-ADVANTAGES = {  # by --advantage; r: rewards
-    "group_zscore": "(r - mean) / std of the group",
-    "group_mean": "r - mean of the group",
-    "rloo": "r - mean of the others in the group",
-    "maxrl": "(r - mean) / mean of the group, 0 where the mean is not positive",
-    "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
-    "best_k": "1 for the {config.best_k} best of the group, the others are dropped",
-    "none": "0",
-    "reinforce": "r",
-    "batch_zscore": "(r - mean) / std of the batch",
-    "gae": "generalized, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch",
-    "turn_mean": "r - mean of the group's turns of this number, r = the rewards from the turn on",
-    "turn_zscore": "(r - mean) / std of the group's turns of this number, r = the rewards from the turn on",
-}
+WRITTEN_TERMS = ("reference_kl", "distillation_loss")  # of TERMS: they have words or lines of their own
+UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
 
 
 def training_notes(config: Config, learner: Learner, params: Params | Adapters) -> list[str]:
@@ -58,7 +32,11 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters) 
 
 def describe_objective(config: ObjectiveConfig) -> str:
     """Returns the resolved objective in one line."""
-    text = f"minimize {config.loss_normalization} of {formula_of(config.objective, LOSSES, config)}"
+    text = f"minimize {config.loss_normalization} of {config.objective}"
+    if config.objective not in UNCLIPPED:
+        text += " (clip_epsilon {:g}, {:g})".format(*config.clip_epsilons)
+    if config.objective == "ppo" and config.dual_clip:
+        text += f", at most -{config.dual_clip:g} A where A < 0"
     if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
     if config.importance_correction == "truncate":
@@ -79,7 +57,11 @@ def describe_objective(config: ObjectiveConfig) -> str:
     text += "".join(f" + {term.__name__}" for term in TERMS if term.__name__ not in WRITTEN_TERMS)
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
-    text += f"; A = {formula_of(config.advantage, ADVANTAGES, config)}"
+    text += f"; A = {config.advantage}"
+    if config.advantage == "best_k":
+        text += f", k = {config.best_k}"
+    if config.has_critic:
+        text += f", gamma {config.gamma:g}, lambda {config.gae_lambda:g}"
     if config.do_global_normalization:
         text += ", normalized over the batch"
     if config.do_clip_advantages:
@@ -89,14 +71,6 @@ def describe_objective(config: ObjectiveConfig) -> str:
     if config.has_critic and config.value_clip:
         text += f"; values move by at most {config.value_clip:g}"
     return text
-
-
-def formula_of(name: str, formulas: Mapping[str, str], config: ObjectiveConfig) -> str:
-    """Returns the formula of a row of a table with its numbers; its name if it has no formula."""
-    low, high = config.clip_range
-    dual_clip = f", at most -{config.dual_clip:g} A where A < 0" if config.dual_clip else ""
-    terms = {"low": f"{low:g}", "high": f"{high:g}", "fall": f"{low - 1:g}", "rise": f"{high - 1:g}"}
-    return formulas.get(name, name).format(config=config, dual_clip=dual_clip, **terms)
 
 
 def describe_ahead(config: Config) -> str:
