@@ -72,24 +72,20 @@ def word_set(text: str) -> frozenset[str]:
 
 
 SCALES = """\
-10 十
-12 dozen dozens dutzend docenas
-100 hundred hundreds 百
-1e3 thousand thousands grand k K mil mille milliers tausend mila tusen duizend тыс тысяч тысячи ألف 千 천
-1e4 万 萬 만
+12 dozen dozens
+100 hundred hundreds
+1e3 thousand thousands grand k K
 1e5 lakh lakhs
-1e6 million millions mn mio mln M millionen millón millones milhão milhões milione milioni miljoen miljoner млн
-1e6 миллион миллиона миллионов مليون
+1e6 million millions mn M
 1e7 crore crores
-1e8 亿 億 억
-1e9 billion billions bn B mrd milliard milliards milliarde milliarden miliardo miliardi miljard млрд миллиардов مليار
-1e12 trillion trillions 兆 조
+1e9 billion billions bn B
+1e12 trillion trillions
 1e15 quadrillion
 """  # a factor and the words for it on each line
 SCALE_OF = {word: int(float(factor)) for factor, *names in map(str.split, SCALES.splitlines()) for word in names}
 SPELLED = word_set(
     "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety 一 二 两 三 四 五 六 七 八 九 半"
+    " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
 PARTS = word_set(
     "half halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths"
@@ -107,9 +103,9 @@ FILLERS = word_set(
 )
 KINDS = {
     # kind: its words
-    "r": word_set("not no never cannot neither nor nicht kein pas не 不是 wrong incorrect false untrue unequal"),
+    "r": word_set("not no never cannot neither nor wrong incorrect false untrue unequal"),
     "o": SPELLED,
-    "m": word_set("minus negative moins negativ 负 負"),
+    "m": word_set("minus negative"),
     "h": PARTS | word_set("least most or plus factorial choose pi binary hex hexadecimal octal"),
     "b": FUNCTIONS | COMPARISONS | word_set("times divided multiplied raised point dot per out subtract add"),
     "%": word_set("percent pct"),
@@ -122,6 +118,7 @@ KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
 # Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
 CHANGING = KINDS["r"] | PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
 CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1 and name.isascii()}
+OTHER_SCRIPT = re.compile(r"[^\u0000-\u03ff\u1e00-\u1fff]")  # letters that are neither Latin nor Greek
 UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
 
 
@@ -129,7 +126,10 @@ def word_kind(word: str, after_number: bool) -> str:
     """Returns the kind of a word: `w` when it is harmless, as units are."""
     lower = word if len(word) == 1 else word.lower()
     parts = lower.split("-")
-    if not re.sub(r"[-.'’()23]", "", word).isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
+    bare = re.sub(r"[-.'’()23]", "", word)
+    if not bare.isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
+        return "o"
+    if OTHER_SCRIPT.search(bare):  # it may change the number
         return "o"
     if len(parts) > 1:
         kinds = {word_kind(word, after_number) for word in parts}
@@ -153,8 +153,7 @@ def word_kind(word: str, after_number: bool) -> str:
 
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 VULGAR = "".join(map(chr, [0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189]))  # one half and its like
-CJK = "十百千万萬亿億兆천만억조一二两三四五六七八九半负負"  # words of one character, which stand without spaces
-LETTER = rf"[^\W\d_{SUPERSCRIPTS}{VULGAR}{CJK}]"
+LETTER = rf"[^\W\d_{SUPERSCRIPTS}{VULGAR}]"
 D = "[0-9]"
 DECIMAL = rf"(?:{D}+(?:\.{D}+)?|\.{D}+)"
 GROUPED = rf"[1-9]{D}{{0,2}}(?:,{D}{{3}}|\s{D}{{3}}|['’]{D}{{3}})+|{D}{{1,2}}(?:,{D}{{2}})+,{D}{{3}}"
@@ -180,7 +179,7 @@ TOKENS = {
     "i": r"\.\.+|…|\\[lc]?dots",
     "q": r"[\"'“”‘’„«»`]",
     "p": r"[,;:.?]|—(?=\s)|\#{2,}(?=\s)",
-    "w": rf"(?:[kcdm]?m|ft|in)[23](?!\w)|[ap]\.m\b\.?|{LETTER}+(?:['’-]{LETTER}+)*(?:\(e?s\))?|[{CJK}]",
+    "w": rf"(?:[kcdm]?m|ft|in)[23](?!\w)|[ap]\.m\b\.?|{LETTER}+(?:['’-]{LETTER}+)*(?:\(e?s\))?",
     "+": r"[-+/()!]",
     "o": r".",
 }
