@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from threading import Lock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.records import Completions
 from core.sampler import Sampler, Segment
-from models.lora import join_members, with_members
-from models.names import Weights
+from models.names import LAYERS, LORA_A, LORA_B, MEMBERS, Array, LayerParams, Weights
 from utils.batching import concatenate, select_rows
 from utils.runs.shutdown import Signals, Stop
 
@@ -173,3 +174,33 @@ class SharedSampler:
             raise Stop
         for request, start in zip(batch, starts, strict=False):
             request.on_segment(segment, call_offset + segment.first_row - start)
+
+
+def join_members(members: Sequence[Weights]) -> Weights:
+    """Returns weights over the base of these ones, their adapters joined along the rank; the base is not copied.
+
+    Each row uses only its member's ranks: see `with_members`.
+    """
+    first = members[0]
+    layers = zip(*(weights[LAYERS] for weights in members), strict=True)
+    layers = [layer[0] | join_adapters([adapters_of(member) for member in layer]) for layer in layers]
+    rank = next(x.shape[0] for layer in first[LAYERS] for name, x in layer.items() if name.endswith(LORA_A))
+    return first | {LAYERS: layers, MEMBERS: jnp.repeat(jnp.arange(len(members)), rank)}
+
+
+def adapters_of(layer: LayerParams) -> LayerParams:
+    return {name: x for name, x in layer.items() if name.endswith((LORA_A, LORA_B))}
+
+
+@jax.jit
+def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
+    """Returns A [k r, in] and B [k r, out] of a layer, joined from k members."""
+    return {name: jnp.concatenate([adapters[name] for adapters in members]) for name in members[0]}
+
+
+def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:
+    """Returns weights for rows of these members: other members' ranks count as 0. None: the weights as they are."""
+    if members is None:
+        return weights
+    is_own = members[:, None] == weights[MEMBERS]
+    return weights | {LAYERS: [layer | {MEMBERS: is_own} for layer in weights[LAYERS]]}

@@ -20,10 +20,10 @@ from core.records import Completions
 from core.rollout import RolloutWorker
 from core.sampler import Sampler, Segment
 from extras import population
-from extras.members import MemberSampler, SharedSampler
+from extras.members import MemberSampler, SharedSampler, join_members, with_members
 from models import decoder
 from models.checkpoint import load_policy
-from models.lora import LoraConfig, join_members, make_policy, with_members
+from models.lora import LoraConfig, make_policy
 from models.names import LORA_B, Params
 from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
 from tests.helpers import read_jsonl, slow, train_here

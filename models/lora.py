@@ -8,12 +8,10 @@ Letters: L layers, E experts, r rank.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
 
 from models.architecture import Decoder, LayerTable, Spec
 from models.names import (
@@ -178,36 +176,6 @@ def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
         is_own = jnp.repeat(layer[MEMBERS], len(rows) // len(layer[MEMBERS]), axis=0)
         states = jnp.where(is_own, states, 0)
     return y + states @ B.astype(y.dtype)
-
-
-def join_members(members: Sequence[Weights]) -> Weights:
-    """Returns weights over the base of these ones, their adapters joined along the rank; the base is not copied.
-
-    Each row uses only its member's ranks: see `with_members`.
-    """
-    first = members[0]
-    layers = zip(*(weights[LAYERS] for weights in members), strict=True)
-    layers = [layer[0] | join_adapters([adapters_of(member) for member in layer]) for layer in layers]
-    rank = next(x.shape[0] for layer in first[LAYERS] for name, x in layer.items() if name.endswith(LORA_A))
-    return first | {LAYERS: layers, MEMBERS: jnp.repeat(jnp.arange(len(members)), rank)}
-
-
-def adapters_of(layer: LayerParams) -> LayerParams:
-    return {name: x for name, x in layer.items() if name.endswith((LORA_A, LORA_B))}
-
-
-@jax.jit
-def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
-    """Returns A [k r, in] and B [k r, out] of a layer, joined from k members."""
-    return {name: jnp.concatenate([adapters[name] for adapters in members]) for name in members[0]}
-
-
-def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:
-    """Returns weights for rows of these members: other members' ranks count as 0. None: the weights as they are."""
-    if members is None:
-        return weights
-    is_own = members[:, None] == weights[MEMBERS]
-    return weights | {LAYERS: [layer | {MEMBERS: is_own} for layer in weights[LAYERS]]}
 
 
 def merge(weights: Weights) -> Weights:
