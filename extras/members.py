@@ -7,11 +7,16 @@ keys are made from the member's own.
 B = N G rows, as in core/sampler.py.
 """
 
-from collections.abc import Sequence
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from threading import Lock
+from typing import TextIO
 
 import jax
 import jax.numpy as jnp
@@ -204,3 +209,38 @@ def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:
         return weights
     is_own = members[:, None] == weights[MEMBERS]
     return weights | {LAYERS: [layer | {MEMBERS: is_own} for layer in weights[LAYERS]]}
+
+
+class LabeledOutput(io.TextIOBase):
+    """Writes whole lines of threads, each behind the name of its thread if that is one of `names`.
+
+    It is no terminal, so that nothing is drawn or colored, and has no descriptor.
+    """
+
+    def __init__(self, stream: TextIO, names: Container[str]):
+        self.stream, self.names = stream, names
+        self.pending = threading.local()  # a thread's line that has not ended
+
+    @property
+    def encoding(self) -> str | None:
+        return self.stream.encoding
+
+    def write(self, text: str) -> int:
+        """Writes the lines that end in a text, in one piece."""
+        name = threading.current_thread().name
+        label = f"[{name}] " if name in self.names else ""
+        *lines, self.pending.text = (getattr(self.pending, "text", "") + text).split("\n")
+        self.stream.write("".join(f"{label}{line}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+@contextlib.contextmanager
+def labeled_output(names: Container[str]) -> Iterator[None]:
+    """Labels the lines of threads with these names inside: see LabeledOutput."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(LabeledOutput(sys.stdout, names)))
+        stack.enter_context(contextlib.redirect_stderr(LabeledOutput(sys.stderr, names)))
+        yield

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from core.config import Config
 from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
@@ -36,22 +38,23 @@ from core.records import Progress
 from core.rollout import RolloutWorker
 from core.run.folder import Run, make_default_folder, settings_of_model
 from envs.settings import resolve_environments
-from extras.members import MemberSampler, SharedSampler, settings_of
+from extras.members import MemberSampler, SharedSampler, labeled_output, settings_of
 from models.checkpoint import load_policy
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
-from utils.evaluation.tables import format_runs
-from utils.metrics.curves import read_metrics
-from utils.metrics.logger import labeled_output, lossy_output
+from utils.evaluation.estimates import mean_over_runs
+from utils.evaluation.tables import FIRST, format_score, format_table
+from utils.metrics.curves import Curves, read_metrics
+from utils.metrics.logger import lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import options_of, parse, to_dict, with_options
-from utils.settings.errors import UserError, refuse, user_errors
+from utils.settings.errors import UserError, counted, refuse, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.options import option
 from utils.settings.presets import demo_of_tiny
@@ -59,6 +62,7 @@ from utils.settings.presets import demo_of_tiny
 SHARED_GROUPS = ("lora", "compute", "devices")  # groups of options in which members agree, beside SHARED
 SHARED = ("model_dir", "inference_batch_per_device")
 POLL = 0.1  # seconds between two looks at signals
+HELD_OUT = "test_env/"  # before the names of held-out scores in a log
 MemberOptions = dict[str, str]  # the values of a member, by the name of the option
 
 
@@ -311,6 +315,33 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptio
     plot_runs(runs, folder / "population.png")
     write_report([member.run.directory for member in members], folder / "population.html", groups)
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
+
+
+def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]]) -> str:
+    """Returns the first and last held-out scores of runs as a table, and their means over the runs of groups.
+
+    `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty if nothing was held out.
+    """
+    names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
+    if not names:
+        return ""
+    columns = {f"held-out {name}, 95% intervals": {} for name in names}
+    for place, when in ((0, "before"), (-1, "after")):
+        rows = {run: scores_at(place, metrics) for run, metrics in runs.items()}
+        cells = {run: [format_score(row, name) for name in names] for run, row in rows.items()}
+        for group, members in groups.items() if len(runs) > len(groups) else ():
+            few = " (too few seeds)" if len(members) == 2 else ""
+            means = {name: mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names}
+            title = f"{group}: mean over {counted(len(members), 'seed')}"
+            cells[title] = [format_score(mean, name) + few for name, mean in means.items()]
+        for name, column in zip(names, zip(*cells.values(), strict=True), strict=True):
+            columns[f"held-out {name}, 95% intervals"][when] = column
+    return format_table(list(cells), columns)
+
+
+def scores_at(place: int, metrics: Curves) -> dict[str, float]:
+    """Returns the held-out scores at a place of their steps, by the name of the score."""
+    return {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
 
 
 if __name__ == "__main__":

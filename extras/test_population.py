@@ -316,6 +316,16 @@ def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
         assert read_log(tmp_path / name)[-1]["global_step"] in (1, 2, 3)
 
 
+@pytest.mark.parametrize("lasts", [[0.5, 0.6, 0.7], [0.1, 0.9], [0.1]])
+def test_scores_before_and_after_stand_in_a_table(lasts):
+    steps = np.array([0.0, 9])
+    runs = {f"seed={i}": {"test_env/correct_answer": (steps, np.array([0.2, last]))} for i, last in enumerate(lasts)}
+    table = population.format_runs(runs, {"all": list(runs)})
+    assert table.splitlines()[1].split()[-2:] == ["before", "after"]
+    assert ("2 seeds  0.200 (too few seeds)  0.500 (too few seeds)" in table) == (len(lasts) == 2), table
+    assert population.format_runs({"seed=0": {}}, {"all": ["seed=0"]}) == ""
+
+
 @pytest.mark.parametrize("number", [3, 5, 10, 12])
 def test_means_over_runs_have_students_intervals(number: int):
     x = np.random.default_rng(number).uniform(size=number)

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
-from utils.metrics.curves import Curves
+from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
 from utils.settings.errors import counted
@@ -20,7 +19,6 @@ TableRow = dict[str, JSON]  # of a table: a checkpoint on an environment, its me
 Cells = Mapping[str, Sequence[str]]  # cells by title
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
-HELD_OUT = "test_env/"  # before the names of held-out scores in a log
 WIDTH = 100  # characters; columns that do not fit next to each other stand below
 FIRST = ("correct_answer", "return")  # of the metrics
 
@@ -120,33 +118,6 @@ def format_report(objects: Sequence[TableRow]) -> str:
     method = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
     title = f"difference to {names[0]} ({method})"
     return f"{score_table}\n\n{title}\n{difference_table}{few_tasks_note(objects)}"
-
-
-def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]]) -> str:
-    """Returns the first and last held-out scores of runs as a table, and their means over the runs of groups.
-
-    `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty if nothing was held out.
-    """
-    names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
-    if not names:
-        return ""
-    columns = {f"held-out {name}, 95% intervals": {} for name in names}
-    for place, when in ((0, "before"), (-1, "after")):
-        rows = {run: scores_at(place, metrics) for run, metrics in runs.items()}
-        cells = {run: [format_score(row, name) for name in names] for run, row in rows.items()}
-        for group, members in groups.items() if len(runs) > len(groups) else ():
-            few = " (too few seeds)" if len(members) == 2 else ""
-            means = {name: mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names}
-            title = f"{group}: mean over {counted(len(members), 'seed')}"
-            cells[title] = [format_score(mean, name) + few for name, mean in means.items()]
-        for name, column in zip(names, zip(*cells.values(), strict=True), strict=True):
-            columns[f"held-out {name}, 95% intervals"][when] = column
-    return format_table(list(cells), columns)
-
-
-def scores_at(place: int, metrics: Curves) -> dict[str, float]:
-    """Returns the held-out scores at a place of their steps, by the name of the score."""
-    return {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
 
 
 def main_columns(rows: Sequence[TableRow]) -> dict[str, str]:

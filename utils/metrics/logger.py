@@ -14,11 +14,10 @@ import shutil
 import stat
 import statistics
 import sys
-import threading
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -287,39 +286,4 @@ def lossy_output() -> Iterator[None]:
                 buffer = io.BufferedWriter(raw)
                 text = io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True)
                 stack.enter_context(redirect(text))
-        yield
-
-
-class LabeledOutput(io.TextIOBase):
-    """Writes whole lines of threads, each behind the name of its thread if that is one of `names`.
-
-    It is no terminal, so that nothing is drawn or colored, and has no descriptor.
-    """
-
-    def __init__(self, stream: TextIO, names: Container[str]):
-        self.stream, self.names = stream, names
-        self.pending = threading.local()  # a thread's line that has not ended
-
-    @property
-    def encoding(self) -> str | None:
-        return self.stream.encoding
-
-    def write(self, text: str) -> int:
-        """Writes the lines that end in a text, in one piece."""
-        name = threading.current_thread().name
-        label = f"[{name}] " if name in self.names else ""
-        *lines, self.pending.text = (getattr(self.pending, "text", "") + text).split("\n")
-        self.stream.write("".join(f"{label}{line}\n" for line in lines))
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
-@contextlib.contextmanager
-def labeled_output(names: Container[str]) -> Iterator[None]:
-    """Labels the lines of threads with these names inside: see LabeledOutput."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(LabeledOutput(sys.stdout, names)))
-        stack.enter_context(contextlib.redirect_stderr(LabeledOutput(sys.stderr, names)))
         yield
