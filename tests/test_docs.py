@@ -29,6 +29,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
 LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NOT_PROSE = re.compile(r"^```.*?^```|^[|#!$][^\n]*|(?<=\])\([^)]*\)", re.DOTALL | re.MULTILINE)  # code, tables, links
+SENTENCE = re.compile(r"\n\n+|\n(?=- |\d\. )|(?<=[.!?])\s+(?=[A-Z`*\[\"(0-9])")
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
 
 
@@ -68,6 +70,12 @@ def test_the_front_page_is_short():
 
 def test_the_page_on_grpo_quotes_the_loop():
     assert LOOP.findall(read("docs/grpo.md")) == [loop()], "python tests/test_docs.py writes the loop into docs/grpo.md"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_sentence_has_35_words_at_most(page: str):
+    sentences = SENTENCE.split(NOT_PROSE.sub("", read(page)))
+    assert not [sentence for sentence in sentences if len(sentence.split()) > 35]
 
 
 @pytest.mark.parametrize("stop", walk(), ids=str)
