@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -29,6 +30,7 @@ from core.advantages import ObjectiveConfig, compute_advantages
 from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from models.distribution import TokenOutputs
+from utils.settings.config import make_config
 
 try:
     import datasets
@@ -37,6 +39,7 @@ try:
 except ImportError:
     torch = trl = None  # `main` says what to install
 
+objective_of = partial(make_config, ObjectiveConfig)  # settings of flat options
 MODEL = Path(__file__).resolve().parent.parent / "models/tiny"
 N, G, LIMIT = 4, 6, 24  # LIMIT: completion tokens
 B = N * G
@@ -145,23 +148,23 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     With the group filter, of the rows that stay, and of losses that the others add nothing to.
     """
     value, gradient = trainer(rollouts, new)
-    config = ObjectiveConfig(**SHARED, **settings)
+    config = objective_of(**SHARED, **settings)
     batch = compute_advantages(rollouts, config)
     rows = batch.row
     share = {
         "constant": 1.0,
         "sequence_mean": len(rows) / B,
         "token_mean": rollouts.mask[rows].sum() / rollouts.mask.sum(),
-    }[config.loss_normalization]
+    }[config.policy.loss_normalization]
     value, gradient = value / share, gradient[rows] / share
     batch = replace(batch, advantages=np.where(batch.mask, trainer.advantages[rows, None], 0.0))
-    batch = set_loss_denominators(batch, B, LIMIT, config)
+    batch = set_loss_denominators(batch, B, LIMIT, config.policy)
 
     def loss(x: np.ndarray) -> jax.Array:
         return scale * policy_loss(TokenOutputs(x, jnp.zeros_like(x)), batch, config.loss)[0]
 
     ours = jax.value_and_grad(loss)(new[rows])
-    has_all = len(rows) == B or not config.kl_coef
+    has_all = len(rows) == B or not config.kl.kl_coef
     return abs(value - ours[0]) if has_all else ABSENT, np.abs(gradient - ours[1]).max(), np.abs(gradient).max()
 
 
@@ -196,7 +199,7 @@ def advantages_alone(folder: str):
         trainer, found = Trl("RLOO" if name == "RLOO" else "GRPO", folder, **theirs), []
         for rollouts, new in map(random_rollouts, SEEDS):
             trainer(rollouts, new)
-            expected = compute_advantages(rollouts, ObjectiveConfig(do_group_filter=False, **SHARED, **ours)).advantages
+            expected = compute_advantages(rollouts, objective_of(do_group_filter=False, **SHARED, **ours)).advantages
             if not ours:
                 groups = rollouts.rewards.reshape(N, G)
                 expected *= np.repeat(groups.std(axis=1) / (groups.std(axis=1, ddof=1) + 1e-4), G)[:, None]

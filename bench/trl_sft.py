@@ -80,7 +80,7 @@ def ours(folder: str) -> tuple[float, dict[str, np.ndarray], list[list[int]]]:
     rows, _ = encode_rows(tokenizer, "rows", ROWS, "all", 512, "error")
     batch = make_batch(rows)
     learner, state = make_learner(config, model, params, layout, max(map(len, rows)) - 1)
-    minibatch = set_loss_denominators(batch, len(rows), 512, config.objective)
+    minibatch = set_loss_denominators(batch, len(rows), 512, config.objective.policy)
     parts = [learner.add_up(state.params, chain)[0] for chain in learner.chains(minibatch, learner.shapes)]
     gradient, loss = jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts) if len(parts) > 1 else parts[0]
     save_model(Path(folder) / "gradient", model, gradient, tokenizer)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from core.advantages import ObjectiveConfig
+from core.advantages import BATCH_ADVANTAGES, ObjectiveConfig
 from core.sampler import SamplingConfig
 from core.terms.distill import DistillConfig, check_distillation
 from envs.scoring.shaping import RewardConfig
@@ -53,13 +53,13 @@ class Config:
 
     def __post_init__(self):
         update, objective, sampling, kv_dtype = self.update, self.objective, self.sampling, self.compute.kv_dtype
-        is_uncorrected = self.ahead > 0 and not objective.is_corrected
+        is_uncorrected = self.ahead > 0 and not objective.corrections.is_corrected
         check_distillation(self.distill, objective.advantage, update.group_size)
         refuse([
             (self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
              "--max_steps must be at least 1, and --num_epochs and --seed must not be negative: raise the one that is "
              "lower"),
-            (objective.is_group_relative and update.group_size < 2,
+            (objective.advantage not in BATCH_ADVANTAGES and update.group_size < 2,
              f"--advantage {objective.advantage} compares rollouts of a group: raise --group_size above 1"),
             (objective.advantage == "best_k" and objective.best_k > update.group_size,
              f"--best_k {objective.best_k} is more than --group_size {update.group_size}: lower --best_k, or raise "
@@ -75,19 +75,19 @@ class Config:
              "--temperature 0 always samples the same completion: give one above 0 for training"),
             (self.distill.teacher != "" and not sampling.distribution.is_whole,
              "--teacher compares whole distributions: leave --top_k, --top_p and --min_p out"),
-            (update.do_inference_logprobs and objective.is_corrected,
+            (update.do_inference_logprobs and objective.corrections.is_corrected,
              "--do_inference_logprobs leaves --importance_correction nothing to correct: leave out one of the two"),
-            (update.do_inference_logprobs and objective.do_mask_inference_ratio,
+            (update.do_inference_logprobs and objective.corrections.do_mask_inference_ratio,
              "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: leave out one of the two"),
-            (kv_dtype != "" and not objective.is_corrected and objective.objective != "dppo",
+            (kv_dtype != "" and not objective.corrections.is_corrected and objective.policy.objective != "dppo",
              f"--kv_dtype {kv_dtype} samples from other probabilities than those that are trained: correct for it by "
              "--importance_correction truncate, or use --objective dppo"),
             (self.ahead not in (0, 1),
              f"--ahead {self.ahead} is refused: give 0 or 1"),
-            (is_uncorrected and objective.do_mask_inference_ratio,
+            (is_uncorrected and objective.corrections.do_mask_inference_ratio,
              "--do_mask_inference_ratio has no effect with --ahead 1, since old log-probabilities are the sampler's: "
              "add --importance_correction truncate, or leave it out"),
-            (is_uncorrected and objective.objective == "reinforce",
+            (is_uncorrected and objective.policy.objective == "reinforce",
              "--ahead 1 samples with weights one step old, which --objective reinforce does not account for: add "
              "--importance_correction truncate, or choose another objective"),
         ])  # fmt: skip
@@ -95,7 +95,7 @@ class Config:
     @property
     def trusts_sampler(self) -> bool:
         """True if old log-probabilities are the sampler's: as asked for, or of rollouts ahead that nothing corrects."""
-        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.objective.is_corrected)
+        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.objective.corrections.is_corrected)
 
     @property
     def batch_size(self) -> int:

@@ -67,7 +67,8 @@ def main(config: Config) -> None:
     workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.directory)
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
-    config, learner, state = attach_teacher(config, learner, state, workers["env"])
+    if config.distill.teacher:
+        config, learner, state = attach_teacher(config, learner, state, workers["env"])
     del params  # the state holds them, and each update replaces them
     if config.ahead:
         workers, state = prepare_ahead(workers, learner, state)

@@ -162,7 +162,7 @@ class Learner:
                 batch = replace(batch, old_logprobs=outputs.logprobs, values=outputs.values, entropies=outputs.entropy)
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
-            if objective.kl_coef:
+            if objective.kl.kl_coef:
                 outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # by its own router
                 batch = replace(batch, ref_logprobs=outputs.logprobs)
         return state, batch
@@ -199,7 +199,7 @@ class Learner:
         """
         config = self.config
         minibatch = set_loss_denominators(
-            minibatch, config.minibatch_size, self.num_generation_tokens, config.objective
+            minibatch, config.minibatch_size, self.num_generation_tokens, config.objective.policy
         )
         chains = self.chains(minibatch, self.shapes)
         with self.out_of_memory():
@@ -349,8 +349,10 @@ def accumulate(
             model, policy, batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
         )
         loss, metrics = policy_loss(outputs, batch, objective)
-        loss_of_critic, its_metrics = value_loss(outputs, batch, objective)
-        return loss + loss_of_critic, metrics | its_metrics
+        if batch.returns is not None:
+            metrics["value/loss"] = value_loss(outputs.values, batch, objective.value_clip)
+            loss += metrics["value/loss"]
+        return loss, metrics
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
@@ -415,7 +417,7 @@ def make_learner(
     if config.memory.offload:
         check_offload(layout.mesh)
     reference = None
-    if objective.kl_coef:
+    if objective.kl.kl_coef:
         reference = copy_policy(base, params, model.dtype)
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}

@@ -2,14 +2,14 @@
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
 To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
-To add a term: its function and its name in TERMS, as that of the KL in core/terms/reference.py.
+To add a term: lines in `policy_loss`, as those of the KL.
 To change the advantage: core/advantages.py. Metrics of ratios: core/terms/ratios.py.
 
-Everything is float32. Another value of a setting compiles the update anew, but of those that TracedLossConfig lists: a
-controller may change these at each step. B rows, T row length.
+Everything is float32. Changing a setting recompiles the update, except a coefficient of LossConfig: a controller may
+change coefficients at each step. B rows, T row length.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,16 @@ from jaxtyping import Bool, Float
 
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.terms.corrections import CorrectionConfig, token_weights
-from core.terms.critic import CriticConfig
-from core.terms.distill import distillation_loss
+from core.terms.distill import TEACHER_COEFFICIENTS, distillation_loss
 from core.terms.ratios import ratio_metrics, sampler_metrics
 from core.terms.reference import reference_kl
 from models.distribution import TokenOutputs
 from models.names import Array
+from utils.settings.errors import refuse
 from utils.settings.options import option
 
 Coefficient = object  # a number, or the tracer or placeholder that JAX puts in its place
+STATIC = {"static": True}  # metadata of a field: another value compiles another program
 TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
 
 
@@ -85,7 +86,7 @@ def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
 
 
 def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
-    """Loss of SAPO: a soft gate in place of the clip. Source: arXiv 2511.20347."""
+    """Loss of SAPO: a soft gate instead of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, 1.0, 1.05)
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     gate = jax.nn.sigmoid(tau * (ratio - 1))
@@ -101,13 +102,11 @@ OBJECTIVES = {
     "dppo": dppo,
     "sapo": sapo,
 }
-# Added to the policy's loss: each returns its value, 0 where it is off, and its metrics.
-TERMS = [reference_kl, distillation_loss]
 
 
 @dataclass(frozen=True)
-class LossConfig(CorrectionConfig, CriticConfig):
-    """Loss: all that a function of OBJECTIVES may read."""
+class PolicyLossConfig:
+    """Policy loss."""
 
     objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
     clip_epsilon: float = option(
@@ -133,50 +132,40 @@ class LossConfig(CorrectionConfig, CriticConfig):
     )
     entropy_coef: float = option(0.001, "Coefficient of the entropy bonus (mean over tokens, in nats); 0: off")
 
-    @property
-    def clip_epsilons(self) -> tuple[float, float]:
-        is_symmetric = self.clip_epsilon_high == -1
-        return self.clip_epsilon, self.clip_epsilon if is_symmetric else self.clip_epsilon_high
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        low, high = self.clip_epsilons
-        return 1 - low, 1 + high
-
-    @property
-    def loss(self) -> "TracedLossConfig":
-        """Returns the settings of the loss alone: members of a population share its programs where these are equal.
-
-        Terms whose coefficients are None are not computed.
-        """
-        settings = {field.name: getattr(self, field.name) for field in fields(LossConfig)}
-        used = {"clip_epsilon_high": self.clip_epsilons[1], "clip_range": self.clip_range}
-        used |= {name: settings[name] or None for name in ("kl_coef", "entropy_coef")}
-        return TracedLossConfig(**settings | used)
+    def __post_init__(self):
+        refuse([
+            (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
+             "--clip_epsilon and --clip_epsilon_high must not be negative: raise the lower one (--clip_epsilon_high "
+             "-1: as --clip_epsilon)"),
+            (self.dual_clip != 0 and self.dual_clip <= 1,
+             f"--dual_clip {self.dual_clip} must be above 1: raise it, or give 0 for none"),
+        ])  # fmt: skip
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TracedLossConfig(LossConfig):
-    """Loss inside of jit: the coefficients below are traced numbers, None where they are 0; all else is static."""
+class LossConfig:
+    """All options that the loss reads, as jit takes them. Coefficients are traced numbers; all else is static."""
 
-    clip_epsilon: Coefficient = 0.2
-    clip_epsilon_high: Coefficient = 0.2
-    clip_range: tuple[Coefficient, Coefficient] = (0.8, 1.2)  # rounded once, from float64
-    kl_coef: Coefficient | None = None
-    entropy_coef: Coefficient | None = None
+    objective: str = field(metadata=STATIC)
+    dual_clip: float = field(metadata=STATIC)
+    corrections: CorrectionConfig = field(metadata=STATIC)
+    kl_in: str = field(metadata=STATIC)
+    value_clip: float = field(metadata=STATIC)
+    clip_epsilon: Coefficient
+    clip_epsilon_high: Coefficient
+    clip_range: tuple[Coefficient, Coefficient]  # of the ratio; computed in float64, then rounded
+    kl_coef: Coefficient | None  # None: off
+    entropy_coef: Coefficient | None  # None: off
 
 
-COEFFICIENTS = ["clip_epsilon", "clip_epsilon_high", "clip_range", "kl_coef", "entropy_coef"]
-OF_HOST = ["loss_normalization", "gamma", "gae_lambda"]  # read before the update: another one compiles nothing
-STATIC = [field.name for field in fields(LossConfig) if field.name not in (*COEFFICIENTS, *OF_HOST)]
-jax.tree_util.register_dataclass(TracedLossConfig, COEFFICIENTS, STATIC, OF_HOST)
-
-
-def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: LossConfig) -> Batch:
+def set_loss_denominators(
+    batch: Batch, num_rollouts: int, num_generation_tokens: int, config: PolicyLossConfig
+) -> Batch:
     """Sets the divisors of each row's loss from the whole optimizer batch, so that micro-batches change nothing.
 
-    `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimizer batch, times the completion limit: a row that
-    was dropped changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
+    `constant` (Dr. GRPO) divides by the rollouts of a full optimizer batch (`num_rollouts`) times the completion limit.
+    Dropping a row then has the same effect as giving it advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
     row_tokens = np.float32(batch.mask.sum(axis=1))
     num_tokens = np.full_like(row_tokens, max(row_tokens.sum(), 1))
@@ -191,15 +180,17 @@ def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens
 def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics.
 
-    A term of another output of the model is a field of TokenOutputs, and a function in TERMS that reads it.
+    To add a term on another output of the model: add a field to TokenOutputs, and here the lines that read it.
     The optimizer batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
-    Of names that end in _max or _min it is the extreme. Names that end in _histogram are arrays of sums.
+    Metrics whose names end in _max or _min are reduced by max or min. Those that end in _histogram are arrays of sums.
     """
     batch = with_old_logprobs(outputs.logprobs, batch)
     logprobs = zero_outside_mask(outputs.logprobs, batch)
     outputs = outputs._replace(logprobs=logprobs)
     losses, is_clipped = OBJECTIVES[config.objective](logprobs, batch, config)
-    weights = token_weights(logprobs, batch, config)
+    weights = jnp.ones(losses.shape)
+    if config.corrections != CorrectionConfig():
+        weights = token_weights(logprobs, batch, config.corrections)
     loss = sum_over_rows(losses * weights, batch, batch.denominator)
     metrics = {
         "policy_loss": loss,
@@ -210,16 +201,24 @@ def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tupl
     }
     entropy_loss = jnp.zeros(()) if config.entropy_coef is None else -config.entropy_coef * metrics["entropy"]
     loss += entropy_loss
-    for term in TERMS:
-        added, its_metrics = term(outputs, batch, config)
-        loss += added
-        metrics |= its_metrics
+    if config.kl_coef is not None:
+        kl = reference_kl(logprobs, batch)
+        metrics["kl"] = token_mean(kl, batch)
+        if config.kl_in == "loss":
+            loss += config.kl_coef * sum_over_rows(kl, batch, batch.denominator)
+    if TEACHER_COEFFICIENTS in batch.extras:
+        teacher_loss, teacher_metrics = distillation_loss(outputs, batch)
+        loss += teacher_loss
+        metrics |= teacher_metrics
     metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
 
 
 def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
-    """Returns the batch with masked log-probabilities; the old ones are the new ones where this update is the first."""
+    """Returns the batch with log-probabilities that are 0 outside the mask.
+
+    In the only update of a step, the old log-probabilities are the new ones.
+    """
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
     sampled = zero_outside_mask(batch.sample_logprobs, batch)
     return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)

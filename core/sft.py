@@ -49,7 +49,7 @@ from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
-from utils.settings.config import parse
+from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, counted, user_errors
 from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
 from utils.settings.options import group, option
@@ -101,7 +101,7 @@ class SFTConfig:
     run: RunConfig = group(RunConfig)
 
     update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # the learner reads them
-    objective = ObjectiveConfig(objective="reinforce", advantage="reinforce", entropy_coef=0.0)
+    objective = make_config(ObjectiveConfig, objective="reinforce", advantage="reinforce", entropy_coef=0.0)
 
     def __post_init__(self):
         if self.batch_size < 1 or min(self.num_epochs, self.max_steps, self.seed, self.test_interval) < 0:

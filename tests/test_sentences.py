@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from core.config import Config
-from core.extensions.notes import describe_objective
-from core.objectives import TERMS
 from core.run.folder import settings_of_model
 from envs.settings import resolve_environments
 from utils.runs.checks import describe_others
@@ -109,13 +107,3 @@ def test_a_folder_of_other_files_is_named(folder):
     )
     (folder / "config.json").write_text("{}")
     assert describe_others(folder) == ""
-
-
-def test_the_printed_objective_has_added_terms(monkeypatch):
-    def entropy_of_half(scores, batch, config): ...
-
-    config = parse(Config, ["--env_name", "poem"])
-    before = describe_objective(config.objective)
-    # A term of a user.
-    monkeypatch.setattr("core.extensions.notes.TERMS", [*TERMS, entropy_of_half])
-    assert describe_objective(config.objective) == before.replace("; A = ", " + entropy_of_half; A = ")

@@ -3,7 +3,6 @@
 from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
-from core.objectives import TERMS
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
@@ -11,7 +10,6 @@ from models.speed import limits_of
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
-WRITTEN_TERMS = ("reference_kl", "distillation_loss")  # of TERMS: they have words or lines of their own
 UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
 
 
@@ -32,44 +30,44 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters) 
 
 def describe_objective(config: ObjectiveConfig) -> str:
     """Returns the resolved objective in one line."""
-    text = f"minimize {config.loss_normalization} of {config.objective}"
-    if config.objective not in UNCLIPPED:
-        text += " (clip_epsilon {:g}, {:g})".format(*config.clip_epsilons)
-    if config.objective == "ppo" and config.dual_clip:
-        text += f", at most -{config.dual_clip:g} A where A < 0"
-    if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
+    policy, corrections, kl, shaping, loss = config.policy, config.corrections, config.kl, config.shaping, config.loss
+    text = f"minimize {policy.loss_normalization} of {policy.objective}"
+    if policy.objective not in UNCLIPPED:
+        text += f" (clip_epsilon {loss.clip_epsilon:g}, {loss.clip_epsilon_high:g})"
+    if policy.objective == "ppo" and policy.dual_clip:
+        text += f", at most -{policy.dual_clip:g} A where A < 0"
+    if policy.objective == "gspo" and policy.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
-    if config.importance_correction == "truncate":
-        text += f", x min(w, {config.importance_cap:g}) by {config.importance_level}"
-    if config.importance_correction == "mask":
-        low, high = config.importance_floor, config.importance_cap
-        text += f", x w by {config.importance_level}, 0 outside [{low:g}, {high:g}]"
-    if config.off_policy_mask:
-        text += f", 0 where A < 0 and mean log(p_sample / p) > {config.off_policy_mask:g}"
-    if config.do_mask_importance_ratio:
+    if corrections.importance_correction == "truncate":
+        text += f", x min(w, {corrections.importance_cap:g}) by {corrections.importance_level}"
+    if corrections.importance_correction == "mask":
+        low, high = corrections.importance_floor, corrections.importance_cap
+        text += f", x w by {corrections.importance_level}, 0 outside [{low:g}, {high:g}]"
+    if corrections.off_policy_mask:
+        text += f", 0 where A < 0 and mean log(p_sample / p) > {corrections.off_policy_mask:g}"
+    if corrections.do_mask_importance_ratio:
         text += ", 0 where p / p_old >= 2"
-    if config.do_mask_inference_ratio:
+    if corrections.do_mask_inference_ratio:
         text += ", 0 where p_sample / p_old >= 2"
-    if config.kl_coef and config.kl_in == "loss":
-        text += f" + {config.kl_coef:g} k3(p || p_ref)"
-    if config.entropy_coef:
-        text += f" - {config.entropy_coef:g} entropy"
-    text += "".join(f" + {term.__name__}" for term in TERMS if term.__name__ not in WRITTEN_TERMS)
+    if kl.kl_coef and kl.kl_in == "loss":
+        text += f" + {kl.kl_coef:g} k3(p || p_ref)"
+    if policy.entropy_coef:
+        text += f" - {policy.entropy_coef:g} entropy"
     if config.has_kl_in_reward:
-        text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
+        text += f"; r = reward - {kl.kl_coef:g} log(p / p_ref)"
     text += f"; A = {config.advantage}"
     if config.advantage == "best_k":
         text += f", k = {config.best_k}"
     if config.has_critic:
-        text += f", gamma {config.gamma:g}, lambda {config.gae_lambda:g}"
-    if config.do_global_normalization:
+        text += f", gamma {config.critic.gamma:g}, lambda {config.critic.gae_lambda:g}"
+    if shaping.do_global_normalization:
         text += ", normalized over the batch"
-    if config.do_clip_advantages:
+    if shaping.do_clip_advantages:
         text += ", 0 where negative"
-    if config.negative_advantage_multiplier != 1:
-        text += f", times {config.negative_advantage_multiplier:g} where negative"
-    if config.has_critic and config.value_clip:
-        text += f"; values move by at most {config.value_clip:g}"
+    if shaping.negative_advantage_multiplier != 1:
+        text += f", times {shaping.negative_advantage_multiplier:g} where negative"
+    if config.has_critic and config.critic.value_clip:
+        text += f"; values move by at most {config.critic.value_clip:g}"
     return text
 
 

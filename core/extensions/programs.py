@@ -26,7 +26,7 @@ from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler, SlotState
-from core.terms.distill import COEFFICIENTS, LOGPROBS, SAMPLED
+from core.terms.distill import SAMPLED, TEACHER_COEFFICIENTS, TEACHER_LOGPROBS
 from envs.prompts import longest_prompt
 from models import decoder
 from models.architecture import Decoder
@@ -216,7 +216,7 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     is_without_gradients = shape in learner.shapes_without_gradients
     if learner.has_old_logprobs and is_without_gradients:
         yield outputs_program(learner, learner.policy(params), batch, packing)
-    if config.objective.kl_coef and is_without_gradients:
+    if config.objective.kl.kl_coef and is_without_gradients:
         yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
     yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
     if learner.layout.num_chains(model.num_parameters) > 1:
@@ -249,9 +249,9 @@ def extras_of_teacher(learner: TaughtLearner, batch: Batch) -> Extras:
     """Returns the shapes of a teacher's results for a batch, see `TaughtLearner.ask`."""
     num_rows, width = batch.tokens.shape
     model, layout = learner.teacher.model, learner.layout
-    extras = {COEFFICIENTS: row_shape(layout, num_rows, dtype=np.float32)}
+    extras = {TEACHER_COEFFICIENTS: row_shape(layout, num_rows, dtype=np.float32)}
     if learner.config.distill.distill == SAMPLED:
-        return extras | {LOGPROBS: row_shape(layout, num_rows, width, dtype=np.float32)}
+        return extras | {TEACHER_LOGPROBS: row_shape(layout, num_rows, width, dtype=np.float32)}
     return extras | {TEACHER: row_shape(layout, num_rows, width, model.hidden_size, dtype=model.dtype)}
 
 
@@ -285,7 +285,7 @@ def zero_batch(learner: Learner, shape: MicrobatchShape) -> tuple[Batch, Packing
         "token_rewards": False,
         "entropies": False,
         "old_logprobs": learner.has_old_logprobs or config.trusts_sampler,
-        "ref_logprobs": config.objective.kl_coef > 0,
+        "ref_logprobs": config.objective.kl.kl_coef > 0,
         "values": config.objective.has_critic,
         "returns": config.objective.has_critic,
     }

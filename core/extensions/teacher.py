@@ -22,11 +22,11 @@ from core.records import Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
 from core.terms.distill import (
     BETAS,
-    COEFFICIENTS,
-    LOGPROBS,
     SAMPLED,
     SELF,
     SIBLING,
+    TEACHER_COEFFICIENTS,
+    TEACHER_LOGPROBS,
     ComparedDistribution,
     DistillConfig,
 )
@@ -207,13 +207,13 @@ class TaughtLearner(Learner):
         if any(prompts):
             said = said[np.arange(len(batch))[:, None], columns]
         coefficients = options.distill_coef * np.float32(is_taught)
-        return {COEFFICIENTS: coefficients, LOGPROBS if options.distill == SAMPLED else TEACHER: said}
+        return {TEACHER_COEFFICIENTS: coefficients, TEACHER_LOGPROBS if options.distill == SAMPLED else TEACHER: said}
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimizer step: see `Learner.update`. Advantages are whitened already, the addition is not."""
         if self.config.distill.distill == SAMPLED:
             old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
-            gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
+            gain = minibatch.extras[TEACHER_COEFFICIENTS][:, None] * (minibatch.extras[TEACHER_LOGPROBS] - old)
             minibatch = replace(minibatch, advantages=minibatch.advantages + np.where(minibatch.mask, gain, 0))
             return super().update(state, minibatch, fraction_done)
         learner = self.with_head(state)
@@ -226,7 +226,7 @@ class TaughtLearner(Learner):
         """Returns the metrics of a step: see `Learner.metrics`."""
         metrics = super().metrics(updates)
         if updates:
-            coefficients = np.concatenate([update.minibatch.extras[COEFFICIENTS] for update in updates])
+            coefficients = np.concatenate([update.minibatch.extras[TEACHER_COEFFICIENTS] for update in updates])
             finished = np.concatenate([update.minibatch.finished for update in updates])
             metrics["distill/rows_not_taught"] = float(np.mean(coefficients == 0))
             if np.mean(~finished) > MOST_TRUNCATED:
@@ -243,13 +243,11 @@ def move_average(kept: Params | Adapters, params: Params | Adapters, decay: Floa
 def attach_teacher(
     config: Config, learner: Learner, state: TrainState, worker: RolloutWorker
 ) -> tuple[Config, Learner, TrainState]:
-    """Returns settings, learner and state with the teacher of --teacher; without one as they are.
+    """Returns settings, learner and state with the teacher of --teacher.
 
     Raises: UserError for a teacher with another vocabulary, or that does not fit, and as `load_model`.
     """
     options = config.distill
-    if not options.teacher:
-        return config, learner, state
     # Groups of equal rewards have advantage 0, and are taught.
     config = replace(config, objective=replace(config.objective, do_group_filter=False))
     model, policy, tokenizer, notes = learner.model, None, worker.tokenizer, []

@@ -15,9 +15,9 @@ from utils.settings.errors import refuse
 from utils.settings.options import option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CorrectionConfig:
-    """Corrections of the loss for how rollouts were drawn."""
+    """Corrections of the loss for how rollouts were sampled."""
 
     importance_correction: str = option(
         "none",
@@ -48,35 +48,33 @@ class CorrectionConfig:
         False, "Leave tokens whose sampled / old probability is 2 or more out of the policy loss"
     )
 
+    def __post_init__(self):
+        refuse([
+            (self.importance_cap <= 0, f"--importance_cap {self.importance_cap} must be above 0: raise it"),
+            (not 0 <= self.importance_floor <= self.importance_cap,
+             f"--importance_floor {self.importance_floor} must be from 0 to --importance_cap {self.importance_cap}: "
+             "correct it"),
+            (self.importance_floor != 0 and self.importance_correction != "mask",
+             "--importance_floor has no effect without --importance_correction mask: give both, or leave it out"),
+            (self.off_policy_mask < 0, "--off_policy_mask must not be negative: raise it, or give 0 to switch it off"),
+        ])  # fmt: skip
+
     @property
     def is_corrected(self) -> bool:
-        """True if the loss weighs tokens for the difference between the sampler's probabilities and the old ones."""
+        """True if the loss weighs tokens by old probability / sampled probability."""
         return self.importance_correction != "none"
 
 
-def check_corrections(config: CorrectionConfig) -> None:
-    """Raises UserError for options of corrections that contradict one another."""
-    refuse([
-        (config.importance_cap <= 0, f"--importance_cap {config.importance_cap} must be above 0: raise it"),
-        (not 0 <= config.importance_floor <= config.importance_cap,
-         f"--importance_floor {config.importance_floor} must be from 0 to --importance_cap {config.importance_cap}: "
-         "correct it"),
-        (config.importance_floor != 0 and config.importance_correction != "mask",
-         "--importance_floor has no effect without --importance_correction mask: give both, or leave it out"),
-        (config.off_policy_mask < 0, "--off_policy_mask must not be negative: raise it, or give 0 to switch it off"),
-    ])  # fmt: skip
-
-
 def token_weights(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Float[Array, "B T"]:
-    """Returns the weight of each token in the policy loss: 1 where nothing is corrected, 0 where a mask is on."""
+    """Returns the weight of each token in the policy loss; 0 for tokens that a mask leaves out."""
     weights = importance_weights(batch.old_logprobs - batch.sample_logprobs, config)
     return jnp.where(kept_tokens(logprobs, batch, config), weights, 0.0)
 
 
 def importance_weights(log_ratio: Float[Array, "B T"], config: CorrectionConfig) -> Float[Array, "B #T"]:
-    """Weights that correct for sampling with probabilities other than the old ones.
+    """Returns weights that correct for sampling with other probabilities than the old ones.
 
-    Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
+    Sources: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
     """
     if config.importance_correction == "none":
         return jnp.ones((len(log_ratio), 1))
@@ -90,9 +88,10 @@ def importance_weights(log_ratio: Float[Array, "B T"], config: CorrectionConfig)
 
 
 def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Bool[Array, "B T"]:
-    """True for tokens that no mask leaves out of the policy loss.
+    """Returns True for tokens that no mask leaves out of the policy loss.
 
-    Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
+    Sources: kvfrans/lmpo for the ratios of a token; arXiv 2512.02556 (DeepSeek-V3.2), section 3.1, for
+    --off_policy_mask.
     """
     keep = jnp.asarray(batch.mask)
     if config.do_mask_importance_ratio:

@@ -1,6 +1,6 @@
 """The critic of PPO: generalized advantages from its values, and its loss. For --advantage gae.
 
-N prompts, G rollouts of each, B = N G rows, T row length.
+B rows, T row length.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from core.records import Batch, masked_whiten, token_mean
-from core.terms.reference import ReferenceConfig, kl_penalty
-from models.distribution import TokenOutputs
+from core.records import Batch, token_mean
 from models.names import Array
 from utils.settings.errors import refuse
 from utils.settings.options import option
 
 
-@dataclass(frozen=True, kw_only=True)
-class CriticConfig(ReferenceConfig):
+@dataclass(frozen=True)
+class CriticConfig:
     """Critic of --advantage gae."""
 
     gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: no discount")
@@ -29,34 +27,29 @@ class CriticConfig(ReferenceConfig):
         "(usual: about a fifth of the spread of returns); 0: no limit",
     )
 
-
-def check_critic(config: CriticConfig) -> None:
-    """Raises UserError for options of the critic that are out of range."""
-    refuse([
-        (config.value_clip < 0,
-         f"--value_clip {config.value_clip} must not be negative: raise it, or give 0 to switch it off"),
-        (not (0 <= config.gamma <= 1 and 0 <= config.gae_lambda <= 1),
-         "--gamma and --gae_lambda must be from 0 to 1: correct the one that is not"),
-    ])  # fmt: skip
+    def __post_init__(self):
+        refuse([
+            (self.value_clip < 0,
+             f"--value_clip {self.value_clip} must not be negative: raise it, or give 0 to switch it off"),
+            (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1),
+             "--gamma and --gae_lambda must be from 0 to 1: correct the one that is not"),
+        ])  # fmt: skip
 
 
-def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: CriticConfig) -> np.ndarray:
-    """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
-    return masked_whiten(generalized_advantages(batch, config), batch.mask)
+def generalized_advantages(
+    batch: Batch, penalty: Float[np.ndarray, "B T"] | float, config: CriticConfig
+) -> Float[np.ndarray, "B T"]:
+    """Returns sums of temporal differences, discounted by gamma x lambda per token.
 
-
-def generalized_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarray, "B T"]:
-    """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
-
-    In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.
+    The reward comes with the last token that the policy chose. In episodes, each turn's reward comes with the turn's
+    last token. `penalty` is subtracted from the rewards of tokens. Tokens that the policy did not choose are skipped.
     Source: arXiv 1506.02438, eq. 16.
     """
     rewards = batch.token_rewards
     if rewards is None:
         tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
         rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
-    if config.has_kl_in_reward:
-        rewards = rewards - kl_penalty(batch, config)
+    rewards = rewards - penalty
     gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
     mask, values = batch.mask, batch.values
     advantages = np.zeros(mask.shape, np.float32)
@@ -70,17 +63,14 @@ def generalized_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarr
     return advantages
 
 
-def value_loss(outputs: TokenOutputs, batch: Batch, config: CriticConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens; 0 without a critic. And its metric.
+def value_loss(values: Float[Array, "B T"], batch: Batch, value_clip: float) -> Float[Array, ""]:
+    """Returns the mean over tokens of 0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2).
 
     Source: PPO2 of OpenAI's baselines.
     """
-    if batch.returns is None:
-        return jnp.zeros(()), {}
-    errors = (outputs.values - batch.returns) ** 2
-    if config.value_clip:
-        moved = jnp.clip(outputs.values - batch.values, -config.value_clip, config.value_clip)
+    errors = (values - batch.returns) ** 2
+    if value_clip:
+        moved = jnp.clip(values - batch.values, -value_clip, value_clip)
         clipped_errors = (batch.values + moved - batch.returns) ** 2
         errors = jnp.maximum(errors, clipped_errors)
-    loss = token_mean(0.5 * errors, batch)
-    return loss, {"value/loss": loss}
+    return token_mean(0.5 * errors, batch)

@@ -20,8 +20,8 @@ from utils.settings.options import option
 SELF, SIBLING = "self", "sibling"
 SAMPLED = "sampled"
 BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # by --distill: see `divergence`
-COEFFICIENTS = "teacher_coefficients"  # batch.extras[...] [B]: of the teacher's term in each row
-LOGPROBS = "teacher_logprobs"  # batch.extras[...] [B, T]: of the drawn tokens, for --distill sampled
+TEACHER_COEFFICIENTS = "teacher_coefficients"  # in batch.extras, [B]: of the teacher's term in each row
+TEACHER_LOGPROBS = "teacher_logprobs"  # in batch.extras, [B, T]: of the sampled tokens, for --distill sampled
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,10 @@ class ComparedDistribution(Distribution):
 
 
 def divergence(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"], beta: float) -> Float[Array, "R"]:
-    """Returns KL(q || p) for beta 0, KL(p || q) for 1, else (1 - beta) KL(p || m) + beta KL(q || m), nats.
+    """Returns the divergence of the distributions of each row, nats.
 
-    m = (1 - beta) p + beta q. Source: arXiv 2306.13649, eq. 1 and table 1, as TRL's DistillationTrainer has it.
+    It is KL(q || p) for beta 0 and KL(p || q) for beta 1. Between these it is (1 - beta) KL(p || m) + beta KL(q || m)
+    with m = (1 - beta) p + beta q. Source: arXiv 2306.13649, eq. 1 and table 1, as in TRL's DistillationTrainer.
     """
     if beta == 0:
         return kl(log_q, log_p)
@@ -122,19 +123,16 @@ def kl(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"]) -> Float[Array, "
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def distillation_loss(
-    outputs: TokenOutputs, batch: Batch, config: object
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the teacher's part of a micro-batch's loss, and its metrics; 0 and none without a teacher.
+def distillation_loss(outputs: TokenOutputs, batch: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Returns the teacher's part of a micro-batch's loss, and its metrics.
 
-    Under --distill sampled the part is in the advantages, and the divergence that is logged an estimate of the reverse.
+    With --distill sampled this part is 0, because the teacher's part is in the advantages. The divergence that is then
+    logged is an estimate of the reverse KL.
     """
-    if COEFFICIENTS not in batch.extras:
-        return jnp.zeros(()), {}
-    coefficients = batch.extras[COEFFICIENTS][:, None]
+    coefficients = batch.extras[TEACHER_COEFFICIENTS][:, None]
     logprobs, distances, loss = outputs.teacher_logprobs, outputs.divergence, jnp.zeros(())
     if distances is None:
-        logprobs = batch.extras[LOGPROBS]
+        logprobs = batch.extras[TEACHER_LOGPROBS]
         distances = jax.lax.stop_gradient(outputs.logprobs) - logprobs
     else:
         loss = sum_over_rows(coefficients * distances, batch, batch.denominator)

@@ -11,16 +11,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from core.records import Batch, sum_over_rows, token_mean, zero_outside_mask
-from models.distribution import TokenOutputs
+from core.records import Batch, zero_outside_mask
 from models.lora import LORA_B, make_policy
 from models.names import Adapters, Array, Params, Policy, Weights
 from utils.settings.errors import refuse
 from utils.settings.options import option
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+@dataclass(frozen=True)
+class KLConfig:
     """KL divergence from the policy that the run began with."""
 
     kl_coef: float = option(
@@ -35,22 +34,16 @@ class ReferenceConfig:
         ["loss", "reward"],
     )
 
-    @property
-    def has_kl_in_reward(self) -> bool:
-        return self.kl_coef > 0 and self.kl_in == "reward"
-
-
-def check_kl(config: ReferenceConfig) -> None:
-    """Raises UserError for options of the KL divergence that contradict one another."""
-    refuse([
-        (config.kl_coef < 0, f"--kl_coef {config.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
-    ])  # fmt: skip
+    def __post_init__(self):
+        refuse([
+            (self.kl_coef < 0, f"--kl_coef {self.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
+        ])  # fmt: skip
 
 
 def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> Policy:
-    """Returns the policy that a run begins with, of which updates change nothing; it shares the `base`.
+    """Returns the policy that a run begins with. It shares the `base`, and updates do not change it.
 
-    New adapters add nothing to the base, which then is the policy.
+    New adapters add nothing to the base, so the policy is then the base.
     """
     if not base:
         return jax.tree.map(lambda x: x.astype(dtype, copy=True), trained)
@@ -59,24 +52,13 @@ def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> 
     return make_policy(base, jax.tree.map(jnp.copy, trained))
 
 
-def reference_kl(
-    outputs: TokenOutputs, batch: Batch, config: ReferenceConfig
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the KL's term of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
-    if config.kl_coef is None:
-        return jnp.zeros(()), {}
-    kl = k3(outputs.logprobs - zero_outside_mask(batch.ref_logprobs, batch))
-    if config.kl_in == "reward":
-        return jnp.zeros(()), {"kl": token_mean(kl, batch)}
-    return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), {"kl": token_mean(kl, batch)}
-
-
-def k3(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Estimate of KL(p || p_ref) from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html."""
+def reference_kl(logprobs: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """Returns an estimate of KL(p || p_ref) at each token, nats: k3 of joschu.net/blog/kl-approx.html."""
+    x = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
     return jnp.exp(-x) + x - 1
 
 
-def kl_penalty(batch: Batch, config: ReferenceConfig) -> Float[np.ndarray, "B T"]:
-    """Penalty subtracted from the reward of each token under --kl_in reward: log p - log p_ref, the estimator k1."""
+def kl_penalty(batch: Batch, config: KLConfig) -> Float[np.ndarray, "B T"]:
+    """Returns what --kl_in reward subtracts from the reward of each token, by k1 = log p - log p_ref."""
     x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
     return np.float32(config.kl_coef) * x

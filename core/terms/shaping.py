@@ -12,7 +12,7 @@ from core.records import Batch, masked_whiten
 from utils.settings.options import option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShapingConfig:
     """Advantages, behind --advantage."""
 
@@ -23,10 +23,25 @@ class ShapingConfig:
     negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: no change")
 
 
-def normalize_advantages(
-    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch
+def shape_advantages(
+    advantages: Float[np.ndarray, "B C"],
+    signal: Bool[np.ndarray, "B"],
+    kept: Bool[np.ndarray, "B"],
+    batch: Batch,
+    config: ShapingConfig,
 ) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalized over the rows that are kept, or over their tokens if each has its own."""
-    is_per_token = advantages.shape[1] > 1
-    counted = batch.mask if is_per_token else keep[:, None]
-    return masked_whiten(advantages, counted)
+    """Returns the advantages normalized, clipped and weighted, as far as the options are on.
+
+    They are normalized over the rows that are kept, or over their tokens if each token has its own advantage. Rows of
+    groups without signal count there with advantage 0.
+    """
+    if config.do_global_normalization:
+        is_per_token = advantages.shape[1] > 1
+        counted = batch.mask if is_per_token else kept[:, None]
+        advantages = masked_whiten(np.where(signal[:, None], advantages, 0), counted)
+    if config.do_clip_advantages:
+        advantages = np.maximum(advantages, 0)
+    if config.negative_advantage_multiplier != 1:
+        weight = np.float32(config.negative_advantage_multiplier)
+        advantages = np.where(advantages < 0, weight * advantages, advantages)
+    return advantages

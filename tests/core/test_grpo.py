@@ -224,9 +224,10 @@ def test_the_presets_of_policy_gradients_are_its_files(loss):
     assert (optimizer.b1, optimizer.b2, optimizer.adam_eps, optimizer.weight_decay) == (0.9, 0.999, 1e-8, 0)
     assert optimizer.lr == 5e-6
     assert not objective.do_group_filter
-    assert not objective.kl_coef
+    assert not objective.kl.kl_coef
     if loss == "ppo":
-        assert (objective.gamma, objective.gae_lambda, optimizer.critic_lr) == (theirs["gamma"], theirs["lam"], 5e-6)
+        critic = objective.critic
+        assert (critic.gamma, critic.gae_lambda, optimizer.critic_lr) == (theirs["gamma"], theirs["lam"], 5e-6)
     pytest.importorskip("reasoning_gym")
     env = make_env(config.env.env_name, **parse_options(config.env.env_options))
     assert env.num_tasks == theirs["size"]
@@ -239,8 +240,9 @@ def test_a_preset_has_its_own_row_of_the_table_behind_any_other():
 
     def row(*paths: Path) -> tuple:
         objective = parse(Config, [word for path in paths for word in ("--config", str(path))]).objective
-        clip = objective.clip_range if objective.objective in CLIPS else ()
-        return objective.advantage, objective.objective, objective.loss_normalization, clip
+        policy = objective.policy
+        clip = objective.loss.clip_range if policy.objective in CLIPS else ()
+        return objective.advantage, policy.objective, policy.loss_normalization, clip
 
     CLIPS = ("ppo", "ppo_all_clip", "cispo", "gspo", "dppo")
     methods = [path for path in (ROOT / "configs").glob("*.py") if '"objective"' in path.read_text()]

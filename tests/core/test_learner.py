@@ -130,8 +130,9 @@ def test_another_coefficient_compiles_nothing():
     outputs, pull_back = jax.vjp(lambda params: teacher_forced(MODEL, params, tokens, DISTRIBUTION), random_params())
     pull_back = jax.jit(pull_back)
     for change, gradient in zip(changes, found, strict=True):
-        loss = replace(CONFIG.objective, **base | change)
-        batch = set_loss_denominators(with_reference(random_batch()), 4, 50, loss)
+        objective = with_options(CONFIG.objective, **base | change)
+        batch = set_loss_denominators(with_reference(random_batch()), 4, 50, objective.policy)
+        loss = objective.loss
         of_outputs = jax.grad(lambda outputs, batch=batch, loss=loss: policy_loss(outputs, batch, loss)[0])(outputs)
         assert_same_gradient(gradient, *pull_back(of_outputs))
 

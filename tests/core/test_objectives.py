@@ -13,31 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import jaxtyped
 
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
 from core.config import Config
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import policy_loss, set_loss_denominators
+from core.objectives import OBJECTIVES, LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch
-from core.terms.critic import generalized_advantages, value_loss
+from core.terms.critic import value_loss
 from core.terms.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenOutputs
 from tests.helpers import ROOT, assert_close, slow
-from tests.oracles.advantages import NOT_RELATIVE, gae, mean, oracle_advantages
+from tests.oracles.advantages import NOT_RELATIVE, flat, gae, mean, oracle_advantages
 from tests.oracles.losses import LIMIT, ROLLOUTS, clip_range, oracle_loss, oracle_policy, slopes
 from utils.batching import concatenate, select_rows
-from utils.settings.config import make_config, parse
+from utils.settings.config import make_config, options_of, parse
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
 
 N, G, T = 3, 4, 20
 B = N * G
 SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
-CHOICES = {
-    name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"]
-    for name in ("advantage", "objective", "loss_normalization")
-}
+objective_of = functools.partial(make_config, ObjectiveConfig)  # settings of flat options
+OPTIONS = options_of(ObjectiveConfig)
+CHOICES = {name: OPTIONS[name].choices for name in ("advantage", "objective", "loss_normalization")}
 CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
@@ -92,15 +93,15 @@ def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.n
     near = np.array(True)
     while near.any():
         log_ratio += 0.03 * near
-        if config.objective == "gspo":
+        if config.policy.objective == "gspo":
             where = np.exp((log_ratio * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1)[:, None], 1))
-        elif config.objective == "dppo":
+        elif config.policy.objective == "dppo":
             where = 1 + np.exp(np.where(mask, old + log_ratio, 0)) - np.exp(np.where(mask, sampled, 0))
         else:
             where = np.exp(log_ratio)
-        kinks = (*clip_range(config), config.dual_clip, 2.0)
+        kinks = (*clip_range(flat(config)), config.policy.dual_clip, 2.0)
         near = mask & np.any([np.abs(where - kink) < 0.01 for kink in kinks], axis=0)
-        near = near | (near.any(axis=1, keepdims=True) if config.objective == "gspo" else False)
+        near = near | (near.any(axis=1, keepdims=True) if config.policy.objective == "gspo" else False)
     entropy = rng.uniform(0, 4, mask.shape)
     garbage = rng.normal(0, 100, mask.shape)
     return np.float32(np.where(mask, old + log_ratio, garbage)), np.float32(np.where(mask, entropy, garbage))
@@ -110,7 +111,7 @@ def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.n
 def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
     """A batch of the rows that stay, with its advantages, and what these should be."""
     batch = compute_advantages(random_batch(seed), config)
-    expected, keep, _ = oracle_advantages(random_batch(seed), config)
+    expected, keep, _ = oracle_advantages(random_batch(seed), flat(config))
     rows = np.flatnonzero(keep)
     assert batch.row.tolist() == rows.tolist()
     assert_close(batch.advantages, expected[rows], B * T, SURPRISE)
@@ -126,10 +127,10 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
     inputs, expected = [], []
     for batch, a in cases:
         new, entropy = new_logprobs(batch, config, seed)
-        inputs.append((new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config)))
-        rows = oracle_loss(new, new, entropy, a, batch, config).sum(axis=1)
-        by_entropy = -config.entropy_coef * batch.mask / batch.mask.sum()
-        expected.append((slopes(oracle_loss, new, entropy, a, batch, config), by_entropy, rows))
+        inputs.append((new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config.policy)))
+        rows = oracle_loss(new, new, entropy, a, batch, flat(config)).sum(axis=1)
+        by_entropy = -config.policy.entropy_coef * batch.mask / batch.mask.sum()
+        expected.append((slopes(oracle_loss, new, entropy, a, batch, flat(config)), by_entropy, rows))
     (new, entropy, batch), expected = concatenate(inputs), concatenate(expected)
 
     def loss(new, entropy, weight):
@@ -160,9 +161,9 @@ QUICK = [(loss, kl) for loss, kl in CROSSED if kl == "no KL" or loss == LOSSES[0
 def test_value_and_gradient(case):
     """For every advantage, the random batch having a group without signal."""
     (objective, normalization), kl = case
-    cases = [credited(ObjectiveConfig(advantage=advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
+    cases = [credited(objective_of(advantage=advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
     flags = {"clip_epsilon_high": 0.28, "entropy_coef": 0.01} | KL[kl]
-    config = ObjectiveConfig(objective, advantage="group_mean", loss_normalization=normalization, **flags)
+    config = objective_of(objective=objective, advantage="group_mean", loss_normalization=normalization, **flags)
     check_loss(config, cases, seed=1)
 
 
@@ -205,14 +206,14 @@ def in_words(flags) -> str:
 
 @pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
 def test_value_and_gradient_without_the_rows_that_leave(normalization):
-    cases = [credited(ObjectiveConfig(**flags), seed=2) for flags in ADVANTAGE_FLAGS]
+    cases = [credited(objective_of(**flags), seed=2) for flags in ADVANTAGE_FLAGS]
     assert len({len(a) for _, a in cases}) > 2
-    check_loss(ObjectiveConfig(loss_normalization=normalization), cases, seed=2)
+    check_loss(objective_of(loss_normalization=normalization), cases, seed=2)
 
 
 @pytest.mark.parametrize("flags", LOSS_FLAGS, ids=in_words)
 def test_value_and_gradient_under_flags(flags):
-    check_loss(ObjectiveConfig(**flags), [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO], seed=3)
+    check_loss(objective_of(**flags), [credited(objective_of(advantage=name), seed=3) for name in TWO], seed=3)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -226,8 +227,8 @@ def test_importance_correction(objective, correction, level):
         "importance_cap": 1.5,
         "kl_coef": 0.1,
     }
-    cases = [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO]
-    check_loss(ObjectiveConfig(objective=objective, **flags), cases, seed=3)
+    cases = [credited(objective_of(advantage=name), seed=3) for name in TWO]
+    check_loss(objective_of(objective=objective, **flags), cases, seed=3)
 
 
 ICEPOP = {
@@ -262,8 +263,8 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
         old_logprobs=old,
         advantages=np.full((1, 2), advantage),
     )
-    config = ObjectiveConfig(objective="reinforce", **flags)
-    grad, metrics = learn(new, np.zeros((1, 2)), set_loss_denominators(batch, 1, LIMIT, config), config)
+    config = objective_of(objective="reinforce", **flags)
+    grad, metrics = learn(new, np.zeros((1, 2)), set_loss_denominators(batch, 1, LIMIT, config.policy), config)
     assert (grad == 0).tolist() == [left_out]
     assert metrics["masked_fraction"] == np.mean(left_out)
 
@@ -323,7 +324,7 @@ def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_gr
 def gradient_of_minibatch(minibatch: Batch, config: Config) -> jax.Array:
     """Returns the gradient of its rows, in a shape of eight rows of which the last ones are filled up."""
     num_rows = len(minibatch.rewards)
-    piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
+    piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective.policy)
     piece = select_rows(piece, np.resize(np.arange(num_rows), 8))
     piece.mask[num_rows:] = False
     zeros = np.zeros(piece.mask.shape)
@@ -347,10 +348,10 @@ REWARDS = [
 def test_advantages(advantage, flags):
     if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
         return
-    config = ObjectiveConfig(advantage=advantage, **flags)
+    config = objective_of(advantage=advantage, **flags)
     batch = random_batch(4, np.ravel(REWARDS))
     found = compute_advantages(batch, config)
-    expected, keep, signal = oracle_advantages(batch, config)
+    expected, keep, signal = oracle_advantages(batch, flat(config))
     rows = np.flatnonzero(keep)
     assert found.row.tolist() == rows.tolist()
     assert_close(found.advantages, expected[rows], B * T, SURPRISE)
@@ -359,7 +360,7 @@ def test_advantages(advantage, flags):
     assert not found.advantages[~found.mask].any(), "exactly 0"
     assert (found.returns is not None) == (advantage == "gae")
     if advantage == "gae":
-        returns = (gae(batch, config) + batch.values)[rows]
+        returns = (gae(batch, flat(config)) + batch.values)[rows]
         assert_close(found.returns[found.mask], returns[found.mask], 4 * T, SURPRISE)
 
 
@@ -375,7 +376,7 @@ def test_advantages(advantage, flags):
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalized_advantages(gamma, gae_lambda, kl):
     """Of single replies, and of episodes that are rewarded on the way."""
-    config = ObjectiveConfig(
+    config = objective_of(
         advantage="gae",
         gamma=gamma,
         gae_lambda=gae_lambda,
@@ -385,7 +386,8 @@ def test_generalized_advantages(gamma, gae_lambda, kl):
     rng = np.random.default_rng(5)
     rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
     for case in (batch, replace(batch, token_rewards=rewards)):
-        assert_close(generalized_advantages(case, config), gae(case, config), 4 * T, SURPRISE)
+        found = ADVANTAGES["gae"](case.rewards.reshape(-1, G), case, config)
+        assert_close(found, gae(case, flat(config)), 4 * T, SURPRISE)
 
 
 def in_sequence(*parts: float) -> np.float32:
@@ -419,12 +421,12 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
         return
     if advantage == "best_k" and "do_group_filter" in flags:
         return  # imitates such groups
-    config = ObjectiveConfig(advantage=advantage, **flags)
+    config = objective_of(advantage=advantage, **flags)
     for name, rewards in NEARLY_EQUAL.items():
         G = len(rewards)
         batch = random_batch(6, rewards + [*range(G)], G)
         found = compute_advantages(batch, config)
-        expected, keep, signal = oracle_advantages(batch, config)
+        expected, keep, signal = oracle_advantages(batch, flat(config))
         rows = np.flatnonzero(keep)
         assert signal == [False] * G + [True] * G
         assert found.row.tolist() == rows.tolist()
@@ -434,12 +436,12 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
 
 @pytest.mark.parametrize("objective", CHOICES["objective"])
 def test_a_group_without_signal_has_no_gradient(objective):
-    config = ObjectiveConfig(objective=objective, do_group_filter=False)
+    config = objective_of(objective=objective, do_group_filter=False)
     for advantage in CHOICES["advantage"]:
         if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
-            batch, _ = credited(ObjectiveConfig(advantage=advantage, do_group_filter=False), seed=1)
+            batch, _ = credited(objective_of(advantage=advantage, do_group_filter=False), seed=1)
             new, entropy = new_logprobs(batch, config, seed=1)
-            grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)
+            grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config.policy), config)
             assert not grad[G : 2 * G].any()
             assert grad[:G].any()
             assert grad[2 * G :].any()
@@ -448,7 +450,7 @@ def test_a_group_without_signal_has_no_gradient(objective):
 @pytest.mark.parametrize("do_group_filter", [True, False])
 def test_best_k_imitates_equal_groups_without_the_filter(do_group_filter):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
-    found = compute_advantages(batch, ObjectiveConfig(advantage="best_k", do_group_filter=do_group_filter))
+    found = compute_advantages(batch, objective_of(advantage="best_k", do_group_filter=do_group_filter))
     best = [5, 7] if do_group_filter else [0, 1, 5, 7]
     assert found.row.tolist() == best
     assert (found.advantages == batch.mask[best]).all()
@@ -468,7 +470,7 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     """The others are valued as if it had never been sampled."""
     if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
         return
-    config = ObjectiveConfig(advantage=advantage, best_k=2, **flags)
+    config = objective_of(advantage=advantage, best_k=2, **flags)
     rewards = np.float32([0, 1, 0.1, 1, 0.1, 0.6, 0, 1, 1, 0, 0, 0.6])
     failed = np.array([1, 4, 11])
     batch = random_batch(7, rewards)
@@ -495,7 +497,7 @@ def test_group_leaves_if_a_failed_grader_makes_it_nan(monkeypatch):
     # An advantage of a user.
     monkeypatch.setitem(ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
-    found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
+    found = compute_advantages(batch, objective_of(advantage="rloo"))
     assert found.row.tolist() == [0, 1, 2, 3]
     assert np.isfinite(found.advantages).all()
 
@@ -518,16 +520,33 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
         assert describe_objective(config).endswith("; A = mine")
 
 
+def test_a_loss_of_ones_own_reads_its_options(monkeypatch):
+    read = []
+
+    def mine(logprobs, batch, config: LossConfig):
+        read.append((config.clip_epsilon, config.clip_epsilon_high, config.dual_clip, config.kl_coef))
+        low, high = config.clip_range
+        return (high - low) * -jnp.sign(batch.advantages) * logprobs, jnp.zeros(logprobs.shape, bool)
+
+    # A loss of a user.
+    monkeypatch.setitem(OBJECTIVES, "reinforce", jaxtyped(mine, typechecker=beartype))
+    config = objective_of(objective="reinforce", clip_epsilon=0.25, dual_clip=3.0, entropy_coef=0.0)
+    batch = set_loss_denominators(credited(ObjectiveConfig(), seed=1)[0], ROLLOUTS, LIMIT, config.policy)
+    grad, _ = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch, config)
+    assert_close(grad, -0.5 * np.sign(batch.advantages) / batch.mask.sum(), B * T)
+    assert read == [(0.25, 0.25, 3.0, None)]
+
+
 # The value loss
 
 
 @pytest.mark.parametrize("value_clip", [0.2, 0.0, 0.5])
 def test_value_loss(value_clip):
-    config = ObjectiveConfig(advantage="gae", value_clip=value_clip)
+    config = objective_of(advantage="gae", value_clip=value_clip)
     batch = random_batch(7)
     rng = np.random.default_rng(7)
-    returns = np.float32(gae(batch, config) + batch.values)
-    batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
+    returns = np.float32(gae(batch, flat(config)) + batch.values)
+    batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config.policy)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
     num_tokens = int(batch.mask.sum())
     expected = np.zeros(batch.mask.shape)
@@ -539,17 +558,14 @@ def test_value_loss(value_clip):
         clipped = min(max(v, old - value_clip), old + value_clip) if value_clip else v
         return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
 
-    outputs = TokenOutputs(jnp.zeros(()), jnp.zeros(()), values)
-    (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(outputs, batch, config)
-    assert metrics == {"value/loss": value}
-    assert value_loss(outputs, replace(batch, returns=None), config) == (0, {})
+    value, grad = jax.value_and_grad(value_loss)(jnp.asarray(values), batch, value_clip)
     assert_close(value, math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)), B * T)
     for i, t in np.argwhere(batch.mask):
         v = float(values[i, t])
         expected[i, t] = (oracle(v + 1e-5, i, t) - oracle(v - 1e-5, i, t)) / 2e-5
         sides.add((v > batch.values[i, t], abs(expected[i, t]) < 1e-12))
     assert len(sides) == (4 if value_clip else 2), "above and below, clipped and not"
-    assert_close(grad.values, expected, B * T)
+    assert_close(grad, expected, B * T)
 
 
 # Metrics
@@ -558,9 +574,9 @@ def test_value_loss(value_clip):
 @pytest.mark.parametrize("objective", ["ppo", "ppo_all_clip", "reinforce", "cispo", "gspo", "sapo"])
 def test_without_old_logprobs_the_ratio_is_one(objective):
     """And all of these have the same gradient (dppo's ratio is to the sampler)."""
-    config = ObjectiveConfig(objective=objective, entropy_coef=0.0)
-    batch, _ = credited(ObjectiveConfig(advantage="gae"), 3)
-    batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config)
+    config = objective_of(objective=objective, entropy_coef=0.0)
+    batch, _ = credited(objective_of(advantage="gae"), 3)
+    batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config.policy)
     for old in (None, batch.old_logprobs):
         grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), replace(batch, old_logprobs=old), config)
         assert_close(grad, -batch.advantages / batch.mask.sum(), B * T)
@@ -573,16 +589,16 @@ def test_countdown_recipe_has_the_scaled_gradient_of_lmpo():
     script = (ROOT / "runs" / "countdown.sh").read_text().replace("\\\n", " ")
     flags = shlex.split(script.partition("core/grpo.py")[2])
     config = parse(Config, flags[: flags.index("$@")]).objective
-    batch = set_loss_denominators(credited(config, 1)[0], ROLLOUTS, LIMIT, config)
+    batch = set_loss_denominators(credited(config, 1)[0], ROLLOUTS, LIMIT, config.policy)
     new, entropy = new_logprobs(batch, config, 4)
-    mask, a, low, high = batch.mask, batch.advantages, *clip_range(config)
+    mask, a, low, high = batch.mask, batch.advantages, *clip_range(flat(config))
     old = jnp.where(mask, batch.old_logprobs, new)
 
     def lmpo(new, entropy):
         ratio = jnp.exp(new - old)
         losses = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, low, high))
         mean_entropy = jnp.sum(entropy * mask) / mask.sum()
-        return jnp.mean(losses * mask) - config.entropy_coef * jnp.mean(mean_entropy * mask)
+        return jnp.mean(losses * mask) - config.policy.entropy_coef * jnp.mean(mean_entropy * mask)
 
     def ours(new, entropy):
         return policy_loss(TokenOutputs(new, entropy), batch, config.loss)[0]
@@ -633,26 +649,27 @@ def assert_distribution(histogram: np.ndarray, quantile: float, log_ratio: np.nd
 @pytest.mark.parametrize("kl", KL)
 @pytest.mark.parametrize("objective", CHOICES["objective"])
 def test_metrics(objective, kl):
-    config = ObjectiveConfig(objective=objective, clip_epsilon_high=0.28, **KL[kl])
-    batch = credited(ObjectiveConfig(do_group_filter=False, **KL[kl]), seed=1)[0]
+    config = objective_of(objective=objective, clip_epsilon_high=0.28, **KL[kl])
+    batch = credited(objective_of(do_group_filter=False, **KL[kl]), seed=1)[0]
     new, entropy = new_logprobs(batch, config, 4)
-    found = reduce_metrics([learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)[1]])
+    batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config.policy)
+    found = reduce_metrics([learn(new, entropy, batch, config)[1]])
     mask = batch.mask
     a = np.float64(batch.advantages)
     p, old, sampled = (np.float64(x)[mask] for x in (new, batch.old_logprobs, batch.sample_logprobs))
-    slope = slopes(oracle_policy, new, a, batch, config)
-    loss = oracle_loss(new, new, entropy, a, batch, config).sum()
+    slope = slopes(oracle_policy, new, a, batch, flat(config))
+    loss = oracle_loss(new, new, entropy, a, batch, flat(config)).sum()
     expected = metrics_of_ratios(p - old) | metrics_of_recomputation(old, sampled)
     expected |= {
         "loss": loss,
-        "policy_loss": loss - oracle_loss(new, new, entropy, 0 * a, batch, config).sum(),
+        "policy_loss": loss - oracle_loss(new, new, entropy, 0 * a, batch, flat(config)).sum(),
         "entropy": entropy[mask].mean(),
-        "entropy_loss": -config.entropy_coef * entropy[mask].mean(),
+        "entropy_loss": -config.policy.entropy_coef * entropy[mask].mean(),
         "clip_fraction": ((slope == 0) & (a != 0))[mask].mean(),
         "masked_fraction": 0.0,
         "logprob": p.mean(),
     }
-    if config.kl_coef:
+    if config.kl.kl_coef:
         x = p - np.float64(batch.ref_logprobs)[mask]
         expected["kl"] = k3(x).mean()
     assert_distribution(found.pop("importance_ratio_histogram"), found.pop("importance_ratio_q99"), p - old)
@@ -670,19 +687,18 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
         "kl_coef": 0.1,
         "entropy_coef": 0.1,
     }
-    config = ObjectiveConfig(objective, advantage="gae", **losses)
-    batch = set_loss_denominators(credited(ObjectiveConfig(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
-    batch = replace(batch, returns=gae(batch, config))
+    config = objective_of(objective=objective, advantage="gae", **losses)
+    batch = set_loss_denominators(credited(objective_of(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config.policy)
+    batch = replace(batch, returns=gae(batch, flat(config)))
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)
-    whole |= value_loss(TokenOutputs(new, entropy, values), batch, config)[1]
+    whole["value/loss"] = value_loss(values, batch, 0.2)
     for cuts in ([4], [4, 8]):
         grad, parts = np.zeros(new.shape), []
         for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
             grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
-            outputs = TokenOutputs(new[rows], entropy[rows], values[rows])
-            parts.append(metrics | value_loss(outputs, select_rows(batch, rows), config)[1])
+            parts.append(metrics | {"value/loss": value_loss(values[rows], select_rows(batch, rows), 0.2)})
         assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
         assert_sums(whole, parts)
         for bad in ("mean", "rows"):  # a mean of the micro-batch, and an array that is no histogram
@@ -728,7 +744,7 @@ def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]
 )
 def test_refusals_name_the_flag(flags, named):
     with pytest.raises(ValueError, match=named):
-        ObjectiveConfig(**flags)
+        objective_of(**flags)
 
 
 READ = {  # what a loss or an advantage reads, of a clip from 0.8 to 1.28 and a dual clip of 3
@@ -745,8 +761,13 @@ def test_description_has_names_and_numbers_and_nothing_unread(objective, normali
     numbers = READ.get(objective, " (clip_epsilon 0.2, 0.28)")
     warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
     for advantage in CHOICES["advantage"]:
-        config = ObjectiveConfig(
-            objective, 0.2, 0.28, 3.0, advantage=advantage, loss_normalization=normalization, entropy_coef=0.0
+        config = objective_of(
+            objective=objective,
+            clip_epsilon_high=0.28,
+            dual_clip=3.0,
+            advantage=advantage,
+            loss_normalization=normalization,
+            entropy_coef=0.0,
         )
         found = describe_objective(config)
         of_advantage = READ[advantage] if advantage in ("best_k", "gae") else ""
@@ -775,12 +796,12 @@ def test_the_description_names_what_is_added(flags, words):
         "advantage": "group_mean",
         "entropy_coef": 0.0,
     } | flags
-    description = describe_objective(ObjectiveConfig(**flags))
+    description = describe_objective(objective_of(**flags))
     assert description == f"minimize token_mean of reinforce{words}; A = group_mean"
 
 
 def test_the_description_names_what_is_done_to_advantages():
-    config = ObjectiveConfig(
+    config = objective_of(
         advantage="group_mean",
         do_global_normalization=True,
         do_clip_advantages=True,
@@ -802,7 +823,7 @@ def test_the_description_names_what_is_done_to_advantages():
     ids=lambda x: in_words(x) if isinstance(x, dict) else "",
 )
 def test_settings_of_the_host_and_coefficients_share_a_program(flags, is_same):
-    structures = [jax.tree.structure(ObjectiveConfig(**{"kl_coef": 0.1} | x).loss) for x in ({}, flags)]
+    structures = [jax.tree.structure(objective_of(**{"kl_coef": 0.1} | x).loss) for x in ({}, flags)]
     assert (structures[0] == structures[1]) == is_same
 
 
@@ -843,7 +864,7 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
 @pytest.mark.parametrize("advantage", ["turn_zscore", "turn_mean"])
 def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
     """Whatever other turns of the group are worth, and whatever single bits their float32 means are off by."""
-    config = ObjectiveConfig(advantage=advantage, **flags)
+    config = objective_of(advantage=advantage, **flags)
     for name, equal in NEARLY_EQUAL.items():
         G = len(equal)
         second = equal if name != "sums of many parts" else equal[: G // 2]  # the others have no such turn
@@ -861,7 +882,7 @@ def test_sums_of_turns_are_equal_in_any_order():
     assert np.ptp([in_sequence(*parts), in_sequence(*parts[::-1])]) > 1e-6
     rewards = [[0.0, *parts, 0.0], [1.0, *parts[::-1], 0.0]] * 4
     batch, turn_of = episode_batch([[1] * 7] * 8, rewards, group_size=8)
-    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_zscore"))
+    found = compute_advantages(batch, objective_of(advantage="turn_zscore"))
     assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any()
     assert found.advantages[turn_of == 2].all()
 
@@ -870,10 +891,10 @@ def test_groups_of_equal_sums_are_kept_where_turns_differ():
     """All solve it, after one, two and three turns; and two whose rewards come in another order."""
     rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
     batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
-    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_mean"))
+    found = compute_advantages(batch, objective_of(advantage="turn_mean"))
     assert found.row.tolist() == [4, 5, 6, 7]
     assert found.advantages.any(axis=1).all()
-    assert not len(compute_advantages(batch, ObjectiveConfig(advantage="group_mean")))
+    assert not len(compute_advantages(batch, objective_of(advantage="group_mean")))
 
 
 @pytest.mark.parametrize("advantage", ["turn_mean", "turn_zscore"])
@@ -894,7 +915,7 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
     rewards[5] = [np.nan] * 3
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)
     batch = replace(batch, finished=np.arange(8) != 1)
-    found = compute_advantages(batch, ObjectiveConfig(advantage=advantage, do_truncation_filter=True))
+    found = compute_advantages(batch, objective_of(advantage=advantage, do_truncation_filter=True))
     assert found.row.tolist() == [0, 2, 3, 4, 6, 7]
     assert found.token_rewards is None
 
@@ -930,7 +951,7 @@ def test_single_replies_have_one_turn():
     )
     for kind in ("mean", "zscore"):  # also without rewards by token, and with forced tokens among the others
         for case in (batch, random_batch(1)):
-            configs = [ObjectiveConfig(advantage=f"{level}_{kind}") for level in ("turn", "group")]
+            configs = [objective_of(advantage=f"{level}_{kind}") for level in ("turn", "group")]
             found = [compute_advantages(case, config).advantages for config in configs]
             assert found[0].any()
             np.testing.assert_array_equal(*found)

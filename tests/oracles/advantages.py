@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 from jaxtyping import Float64
 
-from core.advantages import ObjectiveConfig
 from core.records import Batch
+from utils.settings.config import to_dict
 
 NOT_RELATIVE = ("none", "reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
 TINY = 1e-6  # rewards that differ by less are equal
 
 Table = list[list[float]]  # by row and column
+Options = SimpleNamespace  # of an objective, by flat names
+
+
+def flat(config: object) -> Options:
+    """Returns all options of an objective, those of its groups included."""
+    return Options(**to_dict(config))
 
 
 def mean(x: Sequence[float]) -> float:
@@ -36,7 +43,7 @@ def tokens_of(batch: Batch, i: int) -> list[int]:
     return np.flatnonzero(batch.mask[i]).tolist()
 
 
-def token_penalties(batch: Batch, config: ObjectiveConfig) -> Float64[np.ndarray, "B T"]:
+def token_penalties(batch: Batch, config: Options) -> Float64[np.ndarray, "B T"]:
     """Returns what the KL takes off the reward of each token: kl_coef (log p_old - log p_ref)."""
     out = np.zeros(batch.mask.shape)
     if config.kl_in != "reward":
@@ -56,7 +63,7 @@ def reward_of_token(batch: Batch, i: int, t: int) -> float:
     return float(batch.rewards[i]) if t == tokens_of(batch, i)[-1] else 0.0
 
 
-def gae(batch: Batch, config: ObjectiveConfig) -> Float64[np.ndarray, "B T"]:
+def gae(batch: Batch, config: Options) -> Float64[np.ndarray, "B T"]:
     """A_t = sum over l of (gamma lambda)^l delta_t+l, with delta_t = r_t + gamma V_t+1 - V_t; not whitened."""
     out = np.zeros(batch.mask.shape)
     penalty = token_penalties(batch, config)
@@ -101,7 +108,7 @@ RELATIVE: dict[str, Callable[[float, Sequence[float]], float]] = {
 }
 
 
-def of_row(config: ObjectiveConfig, r: float, group: Sequence[float], rewards: Sequence[float]) -> float:
+def of_row(config: Options, r: float, group: Sequence[float], rewards: Sequence[float]) -> float:
     """Returns the advantage of a rollout with signal. That of gae is by token."""
     match config.advantage:
         case "none" | "gae":
@@ -118,7 +125,7 @@ def of_row(config: ObjectiveConfig, r: float, group: Sequence[float], rewards: S
             return RELATIVE[name](r, group)
 
 
-def group_has_signal(config: ObjectiveConfig, group: Sequence[float]) -> bool:
+def group_has_signal(config: Options, group: Sequence[float]) -> bool:
     """Returns whether the rewards differ. best_k without the filter imitates equal ones, too.
 
     Raw rewards that are all 0 are all that reinforce cannot learn from.
@@ -131,7 +138,7 @@ def group_has_signal(config: ObjectiveConfig, group: Sequence[float]) -> bool:
     return config.advantage in NOT_RELATIVE or spread > TINY
 
 
-def is_among_best(config: ObjectiveConfig, i: int, group: Sequence[float]) -> bool:
+def is_among_best(config: Options, i: int, group: Sequence[float]) -> bool:
     """Returns whether rollout number i of a group is one of its best_k; the first ones win ties."""
     if config.advantage != "best_k":
         return True
@@ -142,14 +149,14 @@ def is_among_best(config: ObjectiveConfig, i: int, group: Sequence[float]) -> bo
 # The batch
 
 
-def is_by_token(config: ObjectiveConfig) -> bool:
+def is_by_token(config: Options) -> bool:
     """Returns whether tokens of a row have advantages of their own, which are standardized over all tokens."""
     has_reward_to_go = config.advantage == "batch_zscore" and config.kl_in == "reward"
     return config.advantage in ("gae", "reinforce++_baseline") or has_reward_to_go
 
 
 def oracle_advantages(
-    batch: Batch, config: ObjectiveConfig
+    batch: Batch, config: Options
 ) -> tuple[Float64[np.ndarray, "B T"], list[bool], list[bool]]:
     """Returns the advantage of each token, which rows stay in the batch, and which have a signal."""
     B, T = batch.mask.shape
@@ -176,7 +183,7 @@ def oracle_advantages(
     return np.array(without_signal_zero(table, signal)) * batch.mask, keep, signal
 
 
-def stays(batch: Batch, config: ObjectiveConfig, i: int, has_signal: bool) -> bool:
+def stays(batch: Batch, config: Options, i: int, has_signal: bool) -> bool:
     """Returns whether the filters of groups and of truncated completions leave a row in the batch."""
     if config.do_truncation_filter and not batch.finished[i]:
         return False
@@ -187,7 +194,7 @@ def without_signal_zero(table: Table, signal: Iterable[bool]) -> Table:
     return [row if is_on else [0.0] * len(row) for row, is_on in zip(table, signal, strict=True)]
 
 
-def weighted(a: float, config: ObjectiveConfig) -> float:
+def weighted(a: float, config: Options) -> float:
     """Returns an advantage with --do_clip_advantages and --negative_advantage_multiplier applied."""
     if config.do_clip_advantages:
         a = max(a, 0.0)

@@ -25,6 +25,6 @@ def plain_gradient(params: Params, batch: Batch) -> Params:
         a = batch.advantages[:, 1:]
         ratio = jnp.exp(jnp.where(mask, chosen - batch.old_logprobs[:, 1:], 0))
         surrogate = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
-        return -jnp.sum((surrogate + CONFIG.objective.entropy_coef * entropy) * mask) / mask.sum()
+        return -jnp.sum((surrogate + CONFIG.objective.policy.entropy_coef * entropy) * mask) / mask.sum()
 
     return jax.grad(loss)(params)

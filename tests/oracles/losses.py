@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float64
 
-from core.advantages import ObjectiveConfig
 from core.records import Batch
-from tests.oracles.advantages import mean, tokens_of
+from tests.oracles.advantages import Options, mean, tokens_of
 
 LIMIT = 16  # num_generation_tokens
 ROLLOUTS = 16  # of a full optimizer batch
@@ -38,54 +37,54 @@ class Token(NamedTuple):
 Row = Sequence[Token]
 
 
-def clip_range(config: ObjectiveConfig) -> tuple[float, float]:
+def clip_range(config: Options) -> tuple[float, float]:
     high = config.clip_epsilon if config.clip_epsilon_high < 0 else config.clip_epsilon_high
     return 1 - config.clip_epsilon, 1 + high
 
 
-def clip(x: float, config: ObjectiveConfig) -> float:
+def clip(x: float, config: Options) -> float:
     low, high = clip_range(config)
     return min(max(x, low), high)
 
 
-def ppo(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def ppo(x: Token, row: Row, config: Options) -> float:
     loss = max(-x.ratio * x.advantage, -clip(x.ratio, config) * x.advantage)
     if config.dual_clip and x.advantage < 0:
         return min(loss, -config.dual_clip * x.advantage)
     return loss
 
 
-def ppo_all_clip(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def ppo_all_clip(x: Token, row: Row, config: Options) -> float:
     return -clip(x.ratio, config) * x.advantage
 
 
-def reinforce(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def reinforce(x: Token, row: Row, config: Options) -> float:
     return -x.advantage * x.new
 
 
-def cispo(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def cispo(x: Token, row: Row, config: Options) -> float:
     return -clip(x.frozen_ratio, config) * x.advantage * x.new
 
 
-def gspo(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def gspo(x: Token, row: Row, config: Options) -> float:
     ratio_of_row = math.exp(mean([y.frozen - y.old for y in row]))
     s = ratio_of_row * math.exp(x.new) / math.exp(x.frozen)
     return max(-s * x.advantage, -clip(s, config) * x.advantage)
 
 
-def dppo(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def dppo(x: Token, row: Row, config: Options) -> float:
     low, high = clip_range(config)
     moved = math.exp(x.frozen) - math.exp(x.sampled)
     is_inside = moved <= high - 1 if x.advantage > 0 else moved >= low - 1
     return -math.exp(x.new - x.sampled) * x.advantage if is_inside else 0.0
 
 
-def sapo(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def sapo(x: Token, row: Row, config: Options) -> float:
     tau = 1.0 if x.advantage > 0 else 1.05
     return -(4 / tau) * x.advantage / (1 + math.exp(-tau * (x.ratio - 1)))
 
 
-POLICY: dict[str, Callable[[Token, Row, ObjectiveConfig], float]] = {
+POLICY: dict[str, Callable[[Token, Row, Options], float]] = {
     "ppo": ppo,
     "ppo_all_clip": ppo_all_clip,
     "reinforce": reinforce,
@@ -96,7 +95,7 @@ POLICY: dict[str, Callable[[Token, Row, ObjectiveConfig], float]] = {
 }
 
 
-def importance(x: Token, row: Row, config: ObjectiveConfig) -> float:
+def importance(x: Token, row: Row, config: Options) -> float:
     """w = p_old / p_sample of a token or of its completion, cut at the cap, or 0 outside floor and cap."""
     some = [x] if config.importance_level == "token" else row
     w = math.exp(math.fsum(y.old - y.sampled for y in some))
@@ -107,7 +106,7 @@ def importance(x: Token, row: Row, config: ObjectiveConfig) -> float:
     return w if config.importance_floor <= w <= config.importance_cap else 0.0
 
 
-def is_masked(x: Token, row: Row, config: ObjectiveConfig) -> bool:
+def is_masked(x: Token, row: Row, config: Options) -> bool:
     """Returns whether a mask leaves the policy loss of a token out."""
     if config.do_mask_importance_ratio and x.frozen_ratio > 2:
         return True
@@ -118,7 +117,7 @@ def is_masked(x: Token, row: Row, config: ObjectiveConfig) -> bool:
 
 
 def oracle_policy(
-    new: Tokens, frozen: Tokens, a: Tokens, batch: Batch, config: ObjectiveConfig
+    new: Tokens, frozen: Tokens, a: Tokens, batch: Batch, config: Options
 ) -> Float64[np.ndarray, "B T"]:
     """Returns the policy loss of each token. `frozen` is `new` as seen through stop_gradient."""
     out = np.zeros(batch.mask.shape)
@@ -132,13 +131,13 @@ def oracle_policy(
     return out
 
 
-def divergence(x: float, config: ObjectiveConfig) -> float:
+def divergence(x: float, config: Options) -> float:
     """Returns the estimate of the KL from x = log p - log p_ref."""
     return math.exp(-x) + x - 1
 
 
 def oracle_loss(
-    new: Tokens, frozen: Tokens, entropy: Tokens, a: Tokens, batch: Batch, config: ObjectiveConfig
+    new: Tokens, frozen: Tokens, entropy: Tokens, a: Tokens, batch: Batch, config: Options
 ) -> Float64[np.ndarray, "B T"]:
     """Returns what each token adds to the loss of a whole optimizer batch."""
     num_tokens = int(batch.mask.sum())

@@ -134,13 +134,30 @@ def test_names_are_unique_and_groups_hold_options_only():
         second: Copies = group(Copies)
 
     @dataclass(frozen=True)
-    class Nested:
-        inner: Composed = group(Composed)
+    class Listed:
+        names: tuple[str, ...] = ()
 
     with pytest.raises(AssertionError, match="--temperature is an option of both first and second"):
         parse(Twice, [])
-    with pytest.raises(AssertionError, match="loop: an option is a bool, int, float or str"):
-        parse(Nested, [])
+    with pytest.raises(AssertionError, match="names: an option is a bool, int, float or str"):
+        parse(Listed, [])
+
+
+def test_a_group_may_hold_groups_and_flags_stay_flat():
+    @dataclass(frozen=True)
+    class Nested:
+        inner: Composed = group(Composed)
+        name: str = option("x", "A name")
+
+    options = options_of(Nested)
+    assert [*options] == [*options_of(Composed), "name"]
+    assert (options["lr"].group, options["seed"].group, options["name"].group) == ("inner.loop", "inner", "")
+    config = parse(Nested, ["--lr", "2", "--seed", "3", "--name", "y"])
+    assert config == Nested(Composed(Loop(lr=2.0), seed=3), name="y")
+    assert config == make_config(Nested, **to_dict(config))
+    assert with_options(config, lr=1.0).inner == Composed(Loop(lr=1.0), seed=3)
+    with pytest.raises(UserError, match="seed must not be above"):
+        make_config(Nested, seed=3, group_size=2)
 
 
 @both

@@ -2,7 +2,8 @@
 
     python core/grpo.py --config configs/countdown.py --lr 2e-6 --do_group_filter 0
 
-It is composed of groups, frozen dataclasses that check themselves in __post_init__; flags stay flat:
+It is composed of groups: frozen dataclasses that check themselves in __post_init__. A group may hold further groups.
+Flags stay flat:
 
     @dataclass(frozen=True)
     class Config:
@@ -49,7 +50,8 @@ CONFIG_HELP = (
 class OptionField:
     """One command-line option.
 
-    group is the field of the settings that holds it ("": the settings themselves), owner the class that introduces it.
+    group is the path of the group that holds it, as "objective.kl" ("": the settings themselves). owner is the class
+    that introduces it.
     """
 
     name: str
@@ -99,17 +101,21 @@ def listed(choices: Sequence[str]) -> str:
     return ", ".join(filter(None, choices)) + (", or empty" if "" in choices else "")
 
 
-def options_of(config_class: type) -> dict[str, OptionField]:
-    """Returns all options by name, groups included, in the order of the fields."""
+def options_of(config_class: type, path: str = "") -> dict[str, OptionField]:
+    """Returns all options by name, groups included, in the order of the fields.
+
+    `path`: of the group whose class this is; empty for the settings themselves.
+    """
     options: dict[str, OptionField] = {}
     for field in dataclasses.fields(config_class):
-        group_class = field.metadata.get("group")
-        holder, members = (group_class, dataclasses.fields(group_class)) if group_class else (config_class, [field])
-        for member in members:
-            new = make_option(holder, member, field.name if group_class else "")
-            old = options.setdefault(new.name, new)
+        if group_class := field.metadata.get("group"):
+            members = options_of(group_class, f"{path}.{field.name}".lstrip("."))
+        else:
+            members = {field.name: make_option(config_class, field, path)}
+        for name, new in members.items():
+            old = options.setdefault(name, new)
             places = f"{old.group or config_class.__name__} and {new.group or config_class.__name__}"
-            assert old is new, f"--{new.name} is an option of both {places}"
+            assert old is new, f"--{name} is an option of both {places}"
     return options
 
 
@@ -126,10 +132,13 @@ def make_option(holder: type, field: dataclasses.Field, group_name: str) -> Opti
     )
 
 
-def groups_of(config_class: type) -> dict[str, type]:
-    """Returns the classes of the groups by the names of their fields."""
-    fields = dataclasses.fields(config_class)
-    return {field.name: field.metadata["group"] for field in fields if "group" in field.metadata}
+def classes_of(config_class: type) -> list[type]:
+    """Returns the class and the classes of its groups, in the order of the fields."""
+    classes = [config_class]
+    for field in dataclasses.fields(config_class):
+        if "group" in field.metadata:
+            classes += classes_of(field.metadata["group"])
+    return classes
 
 
 def make_config(config_class: type[T], /, **options: Value) -> T:
@@ -138,16 +147,23 @@ def make_config(config_class: type[T], /, **options: Value) -> T:
     Raises: UserError for an unknown name, and what the classes raise when they check themselves.
     """
     known = options_of(config_class)
-    groups = groups_of(config_class)
-    values: dict[str, dict[str, Value]] = {group_name: {} for group_name in ("", *groups)}
     for name, value in options.items():
         if name not in known:
             raise UserError(f"there is no option {name}{nearest(name, known)}")
         known[name].check(value)
         check_password(f"--{name}", value)
-        values[known[name].group][name] = value
-    members = {group_name: group_class(**values[group_name]) for group_name, group_class in groups.items()}
-    return config_class(**values[""], **members)
+    return compose(config_class, options)
+
+
+def compose(config_class: type[T], options: Mapping[str, Value]) -> T:
+    """Returns an instance with those of the options that it or one of its groups holds."""
+    values: dict[str, object] = {}
+    for field in dataclasses.fields(config_class):
+        if group_class := field.metadata.get("group"):
+            values[field.name] = compose(group_class, options)
+        elif field.name in options:
+            values[field.name] = options[field.name]
+    return config_class(**values)
 
 
 def with_options(config: T, /, **options: Value) -> T:
@@ -158,9 +174,9 @@ def with_options(config: T, /, **options: Value) -> T:
 def to_dict(config: object) -> dict[str, Value]:
     """Returns all options by name, ready for JSON, and accepted by `--config` when written to a file."""
     values = {}
-    for name, known in options_of(type(config)).items():
-        holder = getattr(config, known.group) if known.group else config
-        values[name] = getattr(holder, name)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= to_dict(value) if "group" in field.metadata else {field.name: value}
     return values
 
 
@@ -196,7 +212,7 @@ def parse(
         presets = {assignment.name: assignment.preset for assignment in assignments}  # later ones win
         SET_BY.clear()
         SET_BY.update({name: preset for name, preset in presets.items() if preset})
-        for group_class in groups_of(config_class).values():
+        for group_class in classes_of(config_class):
             if settle := getattr(group_class, "settle", None):
                 options |= settle(options, presets)
         return make_config(config_class, **implied(options) | options)
@@ -242,8 +258,7 @@ def help_text(config_class: type, description: str, spellings: Mapping[str, Spel
     lines += help_section("Options needed most often", essential)
     if not is_complete:
         lines += ["", "Further options, which --help all describes", ""]
-    holders = [config_class, *groups_of(config_class).values()]
-    for owner in (cls for holder in holders for cls in holder.__mro__):
+    for owner in (cls for holder in classes_of(config_class) for cls in holder.__mro__):
         members = [known for known in options if known.owner is owner and not known.essential]
         section = help_section if is_complete else names_section
         title, *_ = (owner.__doc__ or owner.__name__).strip().splitlines()

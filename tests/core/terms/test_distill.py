@@ -27,7 +27,7 @@ from core.extensions.teacher import (
 )
 from core.learner import Learner, accumulate
 from core.records import Batch, Episodes
-from core.terms.distill import BETAS, COEFFICIENTS, LOGPROBS, SAMPLED, SIBLING, ComparedDistribution
+from core.terms.distill import BETAS, SAMPLED, SIBLING, TEACHER_COEFFICIENTS, TEACHER_LOGPROBS, ComparedDistribution
 from envs.base import Problem
 from models import decoder
 from models.architecture import Decoder
@@ -246,14 +246,14 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     monkeypatch.setattr(Learner, "update", lambda self, state, minibatch, done: found.append(minibatch))
     state = first_state(learner)
     _, batch = learner.add_logprobs(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
-    gain = np.where(batch.mask, 0.5 * (batch.extras[LOGPROBS] - batch.sample_logprobs), 0)
+    gain = np.where(batch.mask, 0.5 * (batch.extras[TEACHER_LOGPROBS] - batch.sample_logprobs), 0)
     for name in ("none", "group_zscore", "group_mean", "batch_zscore", "reinforce++_baseline"):
         for other in (
             {},
             {"do_global_normalization": True},
             {"do_clip_advantages": True},
         ):
-            objective = replace(CONFIG.objective, advantage=name, **other)
+            objective = with_options(CONFIG.objective, advantage=name, **other)
             learner.update(state, compute_advantages(batch, objective), 0.0)
             np.testing.assert_array_equal(found[-1].advantages, np.float32(gain))
     assert np.abs(gain).max() > 1
@@ -581,7 +581,8 @@ def test_ids_that_only_pad_the_teacher_get_no_probability():
 
 def test_truncated_completions_are_warned_of_with_a_remedy():
     learner = taught()
-    batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={COEFFICIENTS: np.float32([0] * 2 + [1] * 6)})
+    coefficients = np.float32([0] * 2 + [1] * 6)
+    batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={TEACHER_COEFFICIENTS: coefficients})
     updates = [SimpleNamespace(minibatch=select_rows(batch, np.arange(8)))]
     original = Learner.metrics
     Learner.metrics = lambda self, updates: {}
