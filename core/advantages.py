@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float
 
-from core.objectives import LossConfig, PolicyLossConfig
+from core.objectives import LossConfig, PolicyConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
 from core.terms.corrections import CorrectionConfig
 from core.terms.critic import CriticConfig, generalized_advantages
@@ -128,7 +128,7 @@ class ObjectiveConfig:
     )
     do_truncation_filter: bool = option(False, "Leave out completions truncated at --num_generation_tokens")
     shaping: ShapingConfig = group(ShapingConfig)
-    policy: PolicyLossConfig = group(PolicyLossConfig)
+    policy: PolicyConfig = group(PolicyConfig)
     corrections: CorrectionConfig = group(CorrectionConfig)
     kl: KLConfig = group(KLConfig)
     critic: CriticConfig = group(CriticConfig)

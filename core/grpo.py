@@ -191,7 +191,7 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns have no length reward.
         if config.rewards.length_reward:
-            episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
+            episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards.length_reward)
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
         groups = np.flatnonzero(episodes.has_signal | (not config.objective.do_group_filter))[:missing]

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.terms.corrections import CorrectionConfig, token_weights
-from core.terms.distill import TEACHER_COEFFICIENTS, distillation_loss
+from core.terms.distill import TEACHER_COEFFICIENTS, distillation
 from core.terms.ratios import ratio_metrics, sampler_metrics
 from core.terms.reference import reference_kl
 from models.distribution import TokenOutputs
@@ -105,7 +105,7 @@ OBJECTIVES = {
 
 
 @dataclass(frozen=True)
-class PolicyLossConfig:
+class PolicyConfig:
     """Policy loss."""
 
     objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
@@ -159,9 +159,7 @@ class LossConfig:
     entropy_coef: Coefficient | None  # None: off
 
 
-def set_loss_denominators(
-    batch: Batch, num_rollouts: int, num_generation_tokens: int, config: PolicyLossConfig
-) -> Batch:
+def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: PolicyConfig) -> Batch:
     """Sets the divisors of each row's loss from the whole optimizer batch, so that micro-batches change nothing.
 
     `constant` (Dr. GRPO) divides by the rollouts of a full optimizer batch (`num_rollouts`) times the completion limit.
@@ -207,18 +205,14 @@ def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tupl
         if config.kl_in == "loss":
             loss += config.kl_coef * sum_over_rows(kl, batch, batch.denominator)
     if TEACHER_COEFFICIENTS in batch.extras:
-        teacher_loss, teacher_metrics = distillation_loss(outputs, batch)
-        loss += teacher_loss
-        metrics |= teacher_metrics
+        metrics |= distillation(outputs, batch)
+        loss += metrics["distill/loss"]
     metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
 
 
 def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
-    """Returns the batch with log-probabilities that are 0 outside the mask.
-
-    In the only update of a step, the old log-probabilities are the new ones.
-    """
+    """Returns the batch with masked log-probabilities. In the only update of a step, the old ones are the new ones."""
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
     sampled = zero_outside_mask(batch.sample_logprobs, batch)
     return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)

@@ -35,7 +35,7 @@ LAW = {
     "models": BELOW,
     "core.blocks": BELOW,
     "core.records": ("envs.base", *BELOW),
-    "core.terms": ("core.terms", "core.records", "envs.scoring.shaping", *BELOW),
+    "core.terms": ("core.terms", "core.records", *BELOW),
     "core.objectives": ("core.terms", "core.records", *BELOW),
     "core.advantages": ("core.objectives", "core.terms", "core.records", *BELOW),
     "core.learner": ("core.advantages", "core.objectives", "core.terms", "core.records", *BELOW),

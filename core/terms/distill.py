@@ -123,8 +123,8 @@ def kl(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"]) -> Float[Array, "
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def distillation_loss(outputs: TokenOutputs, batch: Batch) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the teacher's part of a micro-batch's loss, and its metrics.
+def distillation(outputs: TokenOutputs, batch: Batch) -> dict[str, Array]:
+    """Returns the teacher's part of a micro-batch's loss, as "distill/loss", and its metrics.
 
     With --distill sampled this part is 0, because the teacher's part is in the advantages. The divergence that is then
     logged is an estimate of the reverse KL.
@@ -137,7 +137,7 @@ def distillation_loss(outputs: TokenOutputs, batch: Batch) -> tuple[Float[Array,
     else:
         loss = sum_over_rows(coefficients * distances, batch, batch.denominator)
     is_taught = coefficients > 0
-    return loss, {
+    return {
         "distill/loss": loss,
         "distill/divergence": token_mean(is_taught * distances, batch),
         "distill/teacher_logprob": token_mean(is_taught * logprobs, batch),

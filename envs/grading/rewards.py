@@ -1,4 +1,4 @@
-"""Rewards for the form of a reply, from its text alone; those for its length in tokens are in envs/scoring/shaping.py.
+"""Rewards for the form of a reply, from its text alone; those for its length in tokens are in core/terms/lengths.py.
 
 Source of the form: the prompt of DeepSeek-R1-Zero, arXiv 2501.12948, table 1.
 """

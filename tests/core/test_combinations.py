@@ -338,7 +338,9 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
     for *values, comparison in itertools.product(*FLAGS.values(), COMPARISONS):
         flags = dict(zip(FLAGS, values, strict=True)) | comparison
         config = make_config(Config, group_size=G, **flags)
-        episodes = with_length_reward(played, LIMIT, config.rewards)
+        episodes = played
+        if flags["length_reward"]:
+            episodes = with_length_reward(played, LIMIT, flags["length_reward"])
         table = expected(kind, lengths, flags)
         signal = groups_with_signal(episodes, config)
         assert signal.tolist() == table.signal, flags
