@@ -134,15 +134,14 @@ class ObjectiveConfig:
     critic: CriticConfig = group(CriticConfig)
 
     def __post_init__(self):
-        is_normalized = self.shaping.do_global_normalization
         refuse([
             (self.policy.objective == "dppo" and self.corrections.is_corrected,
              "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
-            (self.advantage in TURN_ADVANTAGES and (self.has_kl_in_reward or is_normalized),
+            (self.advantage in TURN_ADVANTAGES and (self.has_kl_in_reward or self.shaping.do_global_normalization),
              f"--advantage {self.advantage} works without --kl_in reward and --do_global_normalization only: leave "
              "them out"),
             (self.best_k < 1, f"--best_k {self.best_k} must be at least 1: raise it"),
-            (self.advantage in ("gae", "best_k") and is_normalized,
+            (self.advantage in ("gae", "best_k") and self.shaping.do_global_normalization,
              f"--do_global_normalization has no effect with --advantage {self.advantage}, since gae is normalized "
              "already and best_k gives 1 to all: leave it out"),
         ])  # fmt: skip

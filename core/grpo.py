@@ -84,12 +84,7 @@ def main(config: Config) -> None:
         rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:
             rollouts = AheadRollouts(
-                config=config,
-                collect=collect,
-                fraction_done=fraction_done,
-                stack=run.stack,
-                worker=workers["env"],
-                learner=learner,
+                config, workers["env"], learner, collect=collect, fraction_done=fraction_done, stack=run.stack
             )
         train(config, run, workers, rollouts, learner, state, progress)
 

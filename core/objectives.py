@@ -182,9 +182,10 @@ def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tupl
     The optimizer batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
     Metrics whose names end in _max or _min are reduced by max or min. Those that end in _histogram are arrays of sums.
     """
-    batch = with_old_logprobs(outputs.logprobs, batch)
-    logprobs = zero_outside_mask(outputs.logprobs, batch)
-    outputs = outputs._replace(logprobs=logprobs)
+    # In the only update of a step, the old log-probabilities are the new ones.
+    old = stop_gradient(outputs.logprobs) if batch.old_logprobs is None else batch.old_logprobs
+    logprobs, old, sampled = (zero_outside_mask(x, batch) for x in (outputs.logprobs, old, batch.sample_logprobs))
+    batch = replace(batch, old_logprobs=old, sample_logprobs=sampled)
     losses, is_clipped = OBJECTIVES[config.objective](logprobs, batch, config)
     weights = jnp.ones(losses.shape)
     if config.corrections != CorrectionConfig():
@@ -209,10 +210,3 @@ def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tupl
         loss += metrics["distill/loss"]
     metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
-
-
-def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
-    """Returns the batch with masked log-probabilities. In the only update of a step, the old ones are the new ones."""
-    old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    sampled = zero_outside_mask(batch.sample_logprobs, batch)
-    return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)

@@ -58,11 +58,11 @@ class AheadRollouts:
     """
 
     config: Config
+    worker: AheadWorker
+    learner: Learner
     collect: Callable[[RolloutWorker, Weights, Config, int, int], Collected]
     fraction_done: Callable[[Config, RolloutWorker, Progress], float]
     stack: ExitStack
-    worker: AheadWorker
-    learner: Learner
 
     def __post_init__(self):
         self.cancelled = Event()

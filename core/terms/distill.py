@@ -56,7 +56,7 @@ class DistillConfig:
 
 
 def check_distillation(config: DistillConfig, advantage: str, group_size: int) -> None:
-    """Raises UserError for options of distillation, or an advantage beside them, that contradict one another."""
+    """Raises UserError for options of distillation that contradict each other or the advantage."""
     options = [name for name, value in vars(config).items() if value != getattr(type(config), name)]
     is_self = config.teacher == "self"
     refuse([

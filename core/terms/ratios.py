@@ -16,7 +16,7 @@ LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centers of the histogram of log rati
 
 
 def ratio_metrics(logprobs: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
-    """Metrics of the ratio of new to old probability; approx_kl is k3 of KL(old || new)."""
+    """Returns metrics of the ratio of new to old probability; approx_kl is the estimate k3 of KL(old || new)."""
     log_ratio = logprobs - batch.old_logprobs
     ratio = jnp.exp(log_ratio)
     return {
@@ -30,7 +30,7 @@ def ratio_metrics(logprobs: Float[Array, "B T"], batch: Batch) -> dict[str, Arra
 
 
 def sampler_metrics(batch: Batch) -> dict[str, Array]:
-    """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
+    """Returns metrics of the ratio of old to sampled probability; the KL is the estimate k3 of KL(sampled || old)."""
     log_ratio = batch.old_logprobs - batch.sample_logprobs
     ratio = jnp.exp(log_ratio)
     names = {
@@ -45,7 +45,7 @@ def sampler_metrics(batch: Batch) -> dict[str, Array]:
 
 
 def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "R"]:
-    """Numbers of tokens by their log ratio, nearest of LOG_RATIOS: unlike a quantile they can be added up."""
+    """Returns how many tokens are nearest to each of LOG_RATIOS. Unlike quantiles, these counts can be summed."""
     num_bins = len(LOG_RATIOS)
     width = LOG_RATIOS[1] - LOG_RATIOS[0]
     nearest = jnp.round((log_ratio - LOG_RATIOS[0]) / width)
@@ -55,9 +55,9 @@ def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
 
 
 def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
-    """Returns the metrics of an optimizer batch from those of its micro-batches, as their names say: see `policy_loss`.
+    """Returns the metrics of an optimizer batch from those of its micro-batches, by their names: see `policy_loss`.
 
-    Tests compare them for micro-batches of other sizes: a metric that is a mean of a micro-batch fails there.
+    Tests compare them for micro-batches of different sizes. A metric that is the mean of a micro-batch fails there.
     """
     reductions = {"max": np.nanmax, "min": np.nanmin}
     metrics = {}

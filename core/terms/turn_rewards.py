@@ -1,4 +1,4 @@
-"""Credit: rewards of an episode by token, and from each turn on; advantages shaped over the batch.
+"""Rewards of the turns of an episode: by token, and summed from each turn on.
 
 N prompts, G rollouts of each, B = N G rows, T row length, K turns.
 """
@@ -10,16 +10,17 @@ from jaxtyping import Bool, Float, Int
 
 from core.records import Batch, Episodes, differs
 
-BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K N, G] from each of K turns on
-
 
 def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Returns for tokens the advantage of their turn, 0 where the group's turns of this number earn the same."""
+    """Returns a method of core/advantages.py that compares turns instead of rollouts.
+
+    Each token gets the advantage of its turn. It is 0 if all turns of this number in the group earn the same.
+    """
 
     def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
         by_number = advantages.reshape(-1, len(batch))
-        # Tokens before the first turn have what is of the first; of single replies all is one turn.
+        # Tokens before the first turn get the advantage of the first turn. A single reply is one turn.
         turns = np.clip(turn_numbers(batch.mask), 0, len(by_number) - 1)
         return np.take_along_axis(by_number.T, turns, axis=1)
 
@@ -27,14 +28,20 @@ def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-    """Returns the number of each token's turn, from 0 on; tokens between turns have that of the last, the prompt -1."""
+    """Returns the number of each token's turn, from 0 on. A token between turns has the number of the turn before it.
+
+    Tokens of the prompt have the number -1.
+    """
     before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
     is_first = mask & ~before
     return np.cumsum(is_first, axis=1) - 1
 
 
 def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"]:
-    """Returns the rewards of turns, each with its last token; the last turn gets what else the episode earned."""
+    """Returns the reward of each turn, in the column of the turn's last token; 0 elsewhere.
+
+    The last turn also gets what the episode earned beside the rewards of its turns.
+    """
     mask = episodes.completions.mask
     behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
     is_last = mask & ~behind
@@ -47,9 +54,9 @@ def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[
 
 
 def turn_returns(batch: Batch) -> Float[np.ndarray, "K B"]:
-    """Returns the sum of rewards from the turn of each number on; NaN where a grader failed or a row has no such turn.
+    """Returns the sum of rewards from the turn of each number on; NaN if the grader failed or a row has no such turn.
 
-    Source: PipelineRL and Tunix.
+    Sources: PipelineRL and Tunix.
     """
     turns = turn_numbers(batch.mask)
     num_turns = max(1, turns.max() + 1)
