@@ -29,10 +29,10 @@ from utils.settings.options import option
 
 Coefficient = object  # a number, or the tracer or placeholder that JAX puts in its place
 STATIC = {"static": True}  # metadata of a field: another value compiles another program
-TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
+TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses; True: a clip leaves the token no gradient
 
 
-# Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
+# Policy losses: the loss of each token, from its log-probability; gradients flow through `logprobs` alone
 
 
 def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
@@ -145,7 +145,7 @@ class PolicyConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossConfig:
-    """All options that the loss reads, as jit takes them. Coefficients are traced numbers; all else is static."""
+    """All options that the loss reads, as jit takes them. Coefficients are traced numbers; other fields are static."""
 
     objective: str = field(metadata=STATIC)
     dual_clip: float = field(metadata=STATIC)

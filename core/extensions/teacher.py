@@ -1,7 +1,7 @@
 """The teacher of a run with --teacher: its model, its prompts, and its states or log-probabilities of a batch.
 
-Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update. The update makes
-the logits of both models in chunks of the head: see models/logits.py.
+The teacher's body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update. The
+update makes the logits of both models in chunks of the head: see models/logits.py.
 """
 
 import os
