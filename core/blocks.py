@@ -1,4 +1,4 @@
-"""Blocks of slots of one CPU: which rows they hold, where these have their caches, and when they are fewer.
+"""Blocks of slots of one CPU: their rows, the caches of these rows, and when blocks become fewer.
 
 A block is what one call of a program computes. Blocks have one of few sizes, whatever is sampled, so that there are few
 programs; all rows are at the same token. At first the rows of a group are adjacent and share the cache of their prompt.
@@ -61,7 +61,7 @@ def cost(sizes: Sequence[int]) -> int:
 
 
 class Blocks:
-    """The blocks of a chain's rows, those of a prompt adjacent; `starts` are the first columns of the prompts."""
+    """The blocks of a chain's rows, a prompt's rows adjacent; `starts` are the first columns of the prompts."""
 
     def __init__(
         self, layout: Layout, sizes: Sequence[int], num_rows: int, starts: Int[np.ndarray, "N"], num_columns: int
