@@ -7,8 +7,9 @@ To change the loss: core/objectives.py, the advantage: core/advantages.py, how t
 To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 170 lines: core/minimal.py.
 
-A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.draw -> make_batch ->
-Learner.add_logprobs -> compute_advantages -> Learner.update -> accumulate -> policy_loss.
+A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play (core/rollout.py) -> Sampler.draw
+(core/sampler.py) -> make_batch -> Learner.add_logprobs (core/learner.py) -> compute_advantages (core/advantages.py) ->
+Learner.update -> accumulate -> policy_loss (core/objectives.py), which sums token losses, their terms and metrics.
 
 N prompts, G rollouts of each (a group), B = N G rows.
 """
@@ -60,6 +61,8 @@ def main(config: Config) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
+    # With --lora_rank, `base` is the frozen model and `params` are its adapters: updates change these alone, and
+    # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
     model, base, params, tokenizer = load_policy(
         run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
     )
@@ -109,16 +112,19 @@ def train(
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
 
-        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
+        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from. A token is
+        # drawn from the softmax of logits / --temperature, or from its --top_k, --top_p or --min_p part.
         with run.phase("rollout"):
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
         is_last = fraction_done(config, worker, progress) >= 1
 
-        # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
+        # Old log-probabilities, if more than one update divides by them: computed again, since the sampler's differ by
+        # rounding. With --kl_coef the reference's, with --advantage gae the critic's values.
         with run.phase("logprobs"):
             state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 
-        # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
+        # Advantages, by default (reward - group mean) / group deviation for each token of a completion. Drops failed
+        # rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)
 
         # Updates: one optimizer step per minibatch, `ppo_epochs` times over the batch.
@@ -196,7 +202,7 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         budget -= num_groups
         num_sampled_groups += num_groups
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
-        # The next step samples the tasks of groups that are not needed again: a batch must not depend on rows_per_call.
+        # Tasks of groups that are not needed come again in the next step: a batch must not depend on the size of calls.
         cursor += num_groups if missing else int(groups[-1]) + 1
     return replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows)), cursor
 
@@ -211,7 +217,7 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
-    """True for groups that can teach, by the rewards that --advantage compares."""
+    """True for groups that can teach, by the rewards [K, N, G] that --advantage compares, K of them a completion."""
     rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
     return has_signal(rewards, config.objective).any(axis=0)
 
@@ -222,7 +228,11 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows of the episodes. A row whose grader failed has reward NaN, and will be dropped."""
+    """Returns all rows of the episodes, with the environment's score "return" as their reward.
+
+    A user's --reward returns a number, or named ones: "return" is their sum. A row whose grader failed has reward NaN,
+    and will be dropped.
+    """
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
     return Batch(

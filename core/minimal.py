@@ -5,7 +5,7 @@
 The same problems come at every step, so a few short samples suffice; `make demo` is tested on new ones.
 core/grpo.py is the same algorithm with a KV cache, minibatches, several devices, evaluation, and runs that resume.
 
-Letters: N prompts, G completions of each (a group), B = N G rows, T columns, V vocabulary.
+Letters: N prompts, G completions of each (a group), B = N x G rows, T columns, V vocabulary.
 """
 
 import sys
@@ -112,7 +112,7 @@ def policy_gradient(
 
     def loss(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
         logprobs, entropy = token_logprobs(model, params, tokens)
-        old_logprobs = jax.lax.stop_gradient(logprobs)  # one update a step: the policy is the one that sampled
+        old_logprobs = jax.lax.stop_gradient(logprobs)  # one update a step: the ratio is 1, and nothing is clipped
         ratio = jnp.exp(logprobs - old_logprobs)
         A = advantages[:, None]
         losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, 1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * A)
@@ -143,7 +143,7 @@ def main():
         step_key = jax.random.fold_in(key, step)
         tokens, lengths = sample(model, params, prompts, prompt_lengths, tokenizer.stop_ids, step_key)
 
-        # A reward for each completion.
+        # A reward for each completion: 1 for a solution. The prompt ends with the prefix of the reply.
         rewards = np.zeros(len(problems), np.float32)
         for row, problem in enumerate(problems):
             completion = tokens[row, prompt_lengths[row] : lengths[row]]
