@@ -3,7 +3,7 @@
 Dr. GRPO (arXiv 2503.20783) on 16 prompts x 16 rollouts, four updates each. The base model can compute but gives up too
 early; what RL finds is longer search.
 
-An evaluation of 512 problems, two samples each, knows the change from the first to the last, problem by problem, to
+An evaluation of 512 problems, two samples each, measures the change from the first to the last, problem by problem, to
 ± 0.036 (256: ± 0.050; three seeds). Fewer hardly end sooner: most of a first one is compilation.
 """
 

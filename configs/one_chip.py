@@ -30,7 +30,7 @@ def find_chip() -> str:
     if kind in CHIPS:
         return kind
     raise UserError(
-        f"configs/one_chip.py knows {', '.join(CHIPS)}, and this is {kind}: take configs/cpu.py on a CPU, "
+        f"configs/one_chip.py is for {', '.join(CHIPS)}, and this is {kind}: take configs/cpu.py on a CPU, "
         "configs/small_gpu.py or configs/lora_8b.py on a larger GPU"
     )
 

@@ -296,7 +296,7 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     line = "--config configs/one_chip.py"
     assert mistake(line, capsys, grpo.Config).startswith(
-        "error: configs/one_chip.py knows Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
+        "error: configs/one_chip.py is for Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
     )
     chips = runpy.run_path(str(ROOT / "configs/one_chip.py"))["CHIPS"]
     table = (ROOT / "docs/lab/compiled.md").read_text().partition("### One chip")[2]
