@@ -367,9 +367,9 @@ class Chain:
                 count=np.int32(steps),
             )
         )
-        weights, num_steps = self.weights_of(rows), forced.shape[1]
+        weights = sampler.weights_of(self.weights, self.row_offset + rows)
         cache, columns = decode_segment(
-            sampler.model, sampler.distribution, num_steps, weights, block.prompts, block.cache, state
+            sampler.model, sampler.distribution, forced.shape[1], weights, block.prompts, block.cache, state
         )
         self.slots.blocks[number] = block._replace(cache=cache)
         return block.rows, forced, columns
@@ -383,10 +383,6 @@ class Chain:
                 answer = sampler.forced_answer(self.drawn.tokens[rows[slot], :start])[: forced.shape[1]]
                 forced[slot, : len(answer)] = answer
         return forced
-
-    def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
-        """Returns the weights that these rows are sampled with."""
-        return self.sampler.weights_of(self.weights, self.row_offset + rows)
 
     def prefill(self) -> list[CachedRow]:
         """Computes the caches of prompts, without their last tokens, which the first decode step reads.
@@ -405,8 +401,9 @@ class Chain:
                 starts[i] = self.starts[first + i]
                 tokens[i, starts[i] :] = prompt[:-1]
                 rows[i] = (first + i) * group_size
-            cache = prefill(self.sampler.model, self.weights_of(rows), *self.layout.put((tokens, starts)))
-            cache = jax.tree.map(np.asarray, cache)
+            weights = self.sampler.weights_of(self.weights, self.row_offset + rows)
+            tokens, starts = self.layout.put((tokens, starts))
+            cache = jax.tree.map(np.asarray, prefill(self.sampler.model, weights, tokens, starts))
             places += [(cache, i) for i in range(len(part))]
         return places
 
