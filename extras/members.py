@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from threading import Lock
-from typing import TextIO
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +216,7 @@ class LabeledOutput(io.TextIOBase):
     It is no terminal, so that nothing is drawn or colored, and has no descriptor.
     """
 
-    def __init__(self, stream: TextIO, names: Container[str]):
+    def __init__(self, stream: io.TextIOBase, names: Container[str]):
         self.stream, self.names = stream, names
         self.pending = threading.local()  # a thread's line that has not ended
 
