@@ -4,7 +4,7 @@
     python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
 
 To change the loss: core/objectives.py, the advantage: core/advantages.py, how tokens are sampled: core/sampler.py.
-To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
+To change which groups are trained on: `collect`. To add a metric: a new name under "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 170 lines: core/minimal.py.
 
 A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play (core/rollout.py) -> Sampler.draw
@@ -118,13 +118,13 @@ def train(
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
         is_last = fraction_done(config, worker, progress) >= 1
 
-        # Old log-probabilities, if more than one update divides by them: computed again, since the sampler's differ by
-        # rounding. With --kl_coef the reference's, with --advantage gae the critic's values.
+        # Old log-probabilities, if several updates divide by them: the sampler's differ by rounding, and one update
+        # divides by its own. With --kl_coef also the reference's, with --advantage gae the critic's values.
         with run.phase("logprobs"):
             state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 
         # Advantages, by default (reward - group mean) / group deviation for each token of a completion. Drops failed
-        # rewards and, by the filters, groups without signal and truncated completions.
+        # rewards and, by the filters, truncated completions and groups that dropped rows left without signal.
         batch = compute_advantages(batch, config.objective)
 
         # Updates: one optimizer step per minibatch, `ppo_epochs` times over the batch.
@@ -217,7 +217,7 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
-    """True for groups that can teach, by the rewards [K, N, G] that --advantage compares, K of them a completion."""
+    """True for groups that can teach, by what --advantage compares: rewards [1, N, G], or of K turns [K, N, G]."""
     rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
     return has_signal(rewards, config.objective).any(axis=0)
 
@@ -228,11 +228,7 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows of the episodes, with the environment's score "return" as their reward.
-
-    A user's --reward returns a number, or named ones: "return" is their sum. A row whose grader failed has reward NaN,
-    and will be dropped.
-    """
+    """Returns all rows. Rewards: "return" of the environment, of --reward the sum of parts; NaN: grading failed."""
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
     return Batch(
