@@ -242,12 +242,12 @@ def resolve_environments(
     """
     training = resolve_settings(config, config.env_name, limits.num_generation_tokens, limits.force_answer_at)
     overrides = parse_options(held_out.test_env_options, "--test_env_options")
-    own_limits = training.max_new_tokens, training.force_answer_at
+    num_tokens, force_answer_at = training.max_new_tokens, training.force_answer_at
     environments = {"env": training}
     if held_out.test_env_name:
         name = test_name(held_out.test_env_name)
-        test = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
-        environments["test_env"], *others = also_evaluated(config, [test], also_eval, *own_limits)
+        test = resolve_settings(config, name, num_tokens, force_answer_at, overrides, is_inherited=True)
+        environments["test_env"], *others = also_evaluated(config, [test], also_eval, num_tokens, force_answer_at)
         environments |= {f"test_env.{played.label}": played for played in others}
     elif also_eval:
         raise UserError(f"--also_eval {also_eval} has no effect without --test_env_name: name an environment by it")
@@ -303,7 +303,11 @@ def resolve_settings(
 
 
 def also_evaluated(
-    config: EnvConfig, environments: Sequence[RolloutSettings], also_eval: str, *limits: int
+    config: EnvConfig,
+    environments: Sequence[RolloutSettings],
+    also_eval: str,
+    num_generation_tokens: int,
+    force_answer_at: int,
 ) -> list[RolloutSettings]:
     """Returns the environments, followed by those of --also_eval that are sampled.
 
@@ -321,7 +325,9 @@ def also_evaluated(
         before = played.get(name)
         try:
             if before is None or before.env.max_turns > 1 or not GRADING.issuperset(own):
-                settings = resolve_settings(config, name, *limits, own, is_inherited=True)
+                settings = resolve_settings(
+                    config, name, num_generation_tokens, force_answer_at, own, is_inherited=True
+                )
                 others.append(replace(settings, written=label))
             else:
                 played[name] = regraded(before, own, label)
