@@ -14,7 +14,7 @@ from utils.settings.options import option
 
 @dataclass(frozen=True)
 class ShapingConfig:
-    """Advantages, behind --advantage."""
+    """Shaping of advantages."""
 
     do_global_normalization: bool = option(
         False, "Normalize advantages over the batch to mean 0 and standard deviation 1, after --advantage"
