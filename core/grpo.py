@@ -118,13 +118,14 @@ def train(
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
         is_last = fraction_done(config, worker, progress) >= 1
 
-        # Old log-probabilities, if several updates divide by them: the sampler's differ by rounding, and one update
-        # divides by its own. With --kl_coef also the reference's, with --advantage gae the critic's values.
+        # Old log-probabilities, of the distribution that was sampled from. Several updates divide by them, so they are
+        # computed again: those of the sampler differ by rounding, and are for metrics and --importance_correction. A
+        # single update divides by its own. Also the reference's (--kl_coef) and the critic's values (--advantage gae).
         with run.phase("logprobs"):
             state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 
-        # Advantages, by default (reward - group mean) / group deviation for each token of a completion. Drops failed
-        # rewards and, by the filters, truncated completions and groups that dropped rows left without signal.
+        # Advantages, by default (reward - group mean) / group deviation for each token of a completion. Rows without a
+        # reward are dropped and, by the filters, truncated completions and groups without signal.
         batch = compute_advantages(batch, config.objective)
 
         # Updates: one optimizer step per minibatch, `ppo_epochs` times over the batch.
@@ -228,7 +229,7 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows. Rewards: "return" of the environment, of --reward the sum of parts; NaN: grading failed."""
+    """Returns all rows. The reward is the environment's "return", which --reward replaces; NaN: grading failed."""
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
     return Batch(
