@@ -61,7 +61,7 @@ def main(config: Config) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
-    # With --lora_rank, `base` is the frozen model and `params` are its adapters: updates change these alone, and
+    # With --lora_rank, `base` is the frozen model, `params` are adapters (models/lora.py): updates change these, and
     # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
     model, base, params, tokenizer = load_policy(
         run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
