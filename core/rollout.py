@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from core.chains.attach import attach
+from core.chains.replies import Replies
 from core.records import Episodes
-from core.replies import Replies
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem
 from envs.prompts import find_tasks

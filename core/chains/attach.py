@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
+from core.chains.replies import Replies
 from core.chains.turns import Conversations, answering_calls
-from core.replies import Replies
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode

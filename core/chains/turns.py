@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.chains.pages import PagedChain
+from core.chains.replies import Replies
 from core.records import Completions
-from core.replies import Replies
 from core.sampler import ChainJob, Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
 from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json

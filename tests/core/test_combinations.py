@@ -20,11 +20,11 @@ import pytest
 
 from core.advantages import compute_advantages
 from core.chains.pages import PagedChain
+from core.chains.replies import Replies
 from core.chains.turns import Conversations
 from core.config import Config
 from core.grpo import groups_with_signal, make_batch
 from core.records import Batch, Episodes
-from core.replies import Replies
 from core.rollout import RolloutWorker
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, SlotState, sample_keys
