@@ -60,7 +60,7 @@ def chunked_outputs(
     num_heads = 1 + (heads.teacher is not None)
     most_columns = LOGIT_ELEMENTS // (num_heads * num_rows * len(heads.own))
     if most_columns >= num_columns:
-        return outputs_from(distribution, project(heads.own, columns.states), heads, columns)
+        return outputs_from(distribution, project(heads.own, columns.states), heads.teacher, columns)
     width = most_columns // ALIGNED * ALIGNED or max(1, most_columns)
     num_chunks = -(-num_columns // width)
 
@@ -75,24 +75,28 @@ def chunked_outputs(
 
     chunks = jax.tree.map_with_path(split, columns)
     num_needed = num_chunks if num_targets is None else -(-num_targets.max() // width)
-    outputs = outputs_of_chunks(distribution, is_trained, heads.own, chunks.states, Fixed(heads, chunks, num_needed))
+    fixed = Fixed(heads.teacher, chunks, num_needed)
+    outputs = outputs_of_chunks(distribution, is_trained, heads.own, chunks.states, fixed)
     return jax.tree.map(join, outputs)
 
 
 def outputs_from(
-    distribution: Distribution, logits: Float[Array, "B w V"], heads: LMHeads, chunk: TargetColumns
+    distribution: Distribution,
+    logits: Float[Array, "B w V"],
+    teacher: Float[Array, "V E"] | None,
+    chunk: TargetColumns,
 ) -> TokenOutputs:
     """Returns the outputs for columns with these logits; a teacher's logits are made of its own states."""
     extras = chunk.extras
-    if heads.teacher is not None:
-        extras = extras | {TEACHER: project(heads.teacher, extras[TEACHER])}
+    if teacher is not None:
+        extras = extras | {TEACHER: project(teacher, extras[TEACHER])}
     return distribution.outputs(logits, chunk.targets, chunk.support, extras)
 
 
 class Fixed(NamedTuple):
-    """Heads, columns and the number of chunks: inputs without a gradient."""
+    """A teacher's head, columns and the number of chunks: inputs without a gradient."""
 
-    heads: LMHeads
+    teacher: Float[Array, "V E"] | None
     chunks: TargetColumns
     num_needed: Int[Array, ""] | int
 
@@ -114,7 +118,7 @@ def outputs_of_chunks(
         return put(outputs, i, of_chunk(i))
 
     def of_chunk(i: Int[Array, ""] | int) -> TokenOutputs:
-        return outputs_from(distribution, project(weight, states[i]), fixed.heads, at(fixed.chunks, i))
+        return outputs_from(distribution, project(weight, states[i]), fixed.teacher, at(fixed.chunks, i))
 
     shapes = jax.eval_shape(of_chunk, 0)
     nothing = jax.tree.map(lambda x: jnp.zeros((len(states), *x.shape), x.dtype), shapes)
@@ -148,7 +152,7 @@ def backward(
 
     def add(i: Int[Array, ""], sums: tuple[Array | None, Array]) -> tuple[Array | None, Array]:
         by_head, by_states = sums
-        outputs = partial(outputs_from, distribution, heads=fixed.heads, chunk=at(fixed.chunks, i))
+        outputs = partial(outputs_from, distribution, teacher=fixed.teacher, chunk=at(fixed.chunks, i))
         _, pull = jax.vjp(outputs, project(weight, states[i]))
         (by_logits,) = pull(at(cotangents, i))
         by_logits = by_logits.astype(states.dtype)
