@@ -82,7 +82,10 @@ class Reply(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """Markers of a tool call. If the tokenizer has them as single tokens, only these tokens make a call."""
+    """Markers of a tool call. If the tokenizer has them as single tokens, only these tokens make a call.
+
+    Without markers a reply is a call if it is a JSON object, alone or in a code block.
+    """
 
     opening: str
     closing: str
@@ -98,6 +101,7 @@ class Dialect(NamedTuple):
 DIALECTS = {
     "qwen": Dialect("<tool_call>", "</tool_call>"),
     "python": Dialect("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),  # nanochat
+    "json": Dialect("", ""),  # Llama 3; Qwen2.5-Coder, which does not write the markers of its template
 }
 INLINE = "inline"  # role of a result that is written behind a call, between the dialect's markers
 

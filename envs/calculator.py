@@ -37,7 +37,7 @@ class Calculator(Env):
     min_operations: int = 1
     max_operations: int = 3
     operators: str = "+-*"  # some of + - * /; values of quotients are fractions
-    dialect: str = "qwen"  # form of calls: qwen or python
+    dialect: str = "qwen"  # form of calls: qwen, python or json
     prompt: str = "full"  # full; bare: does not mention the calculator
     max_turns: int = 4
     call_cost: float = 0.0

@@ -203,9 +203,13 @@ class Tokenizer:
     def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
         """Returns the texts of the tool calls in a reply, between these markers; one that is not closed is empty.
 
-        If the markers are single tokens, only these tokens begin and end a call.
+        If the markers are single tokens, only these tokens begin and end a call. Without markers a reply that begins
+        with a brace, or whose code block does, is a call.
         """
         ids = [int(i) for i in ids]
+        if not opening:
+            body = self.decode(ids).strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+            return (body,) if body.startswith("{") else ()
         vocabulary = self.added_ids
         if opening in vocabulary and closing in vocabulary:
             pieces = split_at(ids, vocabulary[opening])[1:]

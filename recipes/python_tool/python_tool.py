@@ -32,7 +32,7 @@ class Python(Env):
     data_dir: str = ""
     form: str = "boxed"  # form of answers that prompts ask for: tags, boxed, hash or any
     partial: float = 0.0
-    dialect: str = "qwen"  # form of calls: qwen or python
+    dialect: str = "qwen"  # form of calls: qwen, python or json
     max_turns: int = 6
     max_tool_calls: int = 8
     call_cost: float = 0.0

@@ -766,7 +766,7 @@ def test_machines_that_cannot_confine_are_refused(monkeypatch):
         ({"memory": 1}, "memory >= 64"),
         ({"seconds": 0.0}, "0 < seconds <= 3600"),
         ({"seconds": 1e30}, "0 < seconds <= 3600"),
-        ({"dialect": "lisp"}, "dialect=lisp: choose one of qwen, python"),
+        ({"dialect": "lisp"}, "dialect=lisp: choose one of qwen, python, json"),
     ],
     ids=str,
 )

@@ -26,9 +26,10 @@ from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError, check_installed
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
-MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: attempts for a question do not return to earlier ones
+MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: attempts for one of many questions do not return to earlier ones
 SEED_OFFSETS = {"train": 0, "test": 2**30, "valid": 2**31}
 MADE_AT_ONCE = ("acre", "gsm_symbolic", "list_functions", "word_ladder")  # these make all their questions at the start
+FEW = 10_000  # questions of a data set that is read in order, so that no question comes twice before all have come
 
 
 class Spec(NamedTuple):
@@ -37,6 +38,42 @@ class Spec(NamedTuple):
     name: str
     weight: float
     config: dict[str, Any]
+
+
+class Entry(dict):
+    """A question with its answer, and the data set that verifies replies."""
+
+    dataset: Any
+
+
+class Asked:
+    """The questions of one split of a data set. If there are few, each comes once before any comes again."""
+
+    def __init__(self, dataset: Any, split: str):
+        self.dataset, self.split = dataset, split
+        self.entries: list[Entry] = []  # of few questions, those that were found so far
+        self.positions = iter(range(dataset.size))  # of few questions, those that were not looked at yet
+        self.questions: set[str] = set()  # of entries
+
+    def entry(self, index: int) -> Entry | None:
+        """Returns a question; None if the split has none."""
+        if self.dataset.size > FEW:
+            positions = ((index + draw * STRIDE) % self.dataset.size for draw in range(MAX_DRAWS))
+            return next(filter(self.is_asked, map(self.read, positions)), None)
+        unread = map(self.read, self.positions)
+        while len(self.entries) <= index and (entry := next(unread, None)):
+            if self.is_asked(entry) and entry["question"] not in self.questions:
+                self.questions.add(entry["question"])
+                self.entries.append(entry)
+        return self.entries[index % len(self.entries)] if self.entries else None
+
+    def read(self, position: int) -> Entry:
+        entry = Entry(self.dataset[position])
+        entry.dataset = self.dataset
+        return entry
+
+    def is_asked(self, entry: Entry) -> bool:
+        return choose_split(entry["question"], 5) == self.split
 
 
 class ReasoningGym(Env):
@@ -60,47 +97,44 @@ class ReasoningGym(Env):
         self.num_tasks = num_tasks if num_tasks > 0 else size or 10_000 if split == "train" else 512
         self.system = reasoning_gym.utils.SYSTEM_PROMPTS["DeepSeekZero"].strip()  # as in policy-gradients
         self.seed = seed + SEED_OFFSETS[split]
-        self.datasets = []
+        self.asked = []
         for spec in self.specs:
             try:
                 size = 5000 if spec.name in MADE_AT_ONCE else 2**30
                 config = {"seed": self.seed, "size": size} | spec.config
-                self.datasets.append(reasoning_gym.create_dataset(spec.name, **config))
+                self.asked.append(Asked(reasoning_gym.create_dataset(spec.name, **config), split))
             except (ValueError, TypeError, AssertionError, KeyError) as error:
                 raise UserError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
         self.problem(0)  # a data set without questions for this split fails here, not in the middle of a run
 
     def problem(self, index: int) -> Problem:
         weights = [spec.weight for spec in self.specs]
-        chosen = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.datasets, weights)[0]
-        for draw in range(MAX_DRAWS):
-            entry = chosen[(index + draw * STRIDE) % chosen.size]
-            if choose_split(entry["question"], 5) == self.split:
-                messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
-                return Problem(messages, (chosen, entry), thinking=True)
-        raise UserError(
-            f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split: choose a config "
-            "with more"
-        )
+        asked = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.asked, weights)[0]
+        entry = asked.entry(index)
+        if entry is not None:
+            messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
+            return Problem(messages, entry, thinking=True)
+        name = type(asked.dataset).__name__
+        raise UserError(f"Reasoning Gym's {name} has too few questions for a {self.split} split: choose a larger config")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        dataset, entry = problem.answer
+        entry = problem.answer
         answer = extract_answer(text)
         value = 0.0
         if answer is not None and may_be_verified(answer, entry):
             try:
-                value = float(dataset.score_answer(answer, copy.deepcopy(entry)))  # some verifiers write into it
+                copied = copy.deepcopy(dict(entry))  # some verifiers write into it
+                value = float(entry.dataset.score_answer(answer, copied))
             except Exception:  # noqa: BLE001 (a verifier that raises has not accepted the answer)
                 value = 0.0
         value = min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
         return {"return": value, "correct_answer": float(value >= 1), "format": float(answer is not None)}
 
     def reward_row(self, problem: Problem) -> dict[str, Any]:
-        _, entry = problem.answer
-        return {"prompt": problem.messages, **copy.deepcopy(entry)}
+        return {"prompt": problem.messages, **copy.deepcopy(dict(problem.answer))}
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        right = problem.answer[1]["answer"]
+        right = problem.answer["answer"]
         answers = {"right": right, "wrong": "?"} if isinstance(right, str) else {"wrong": "?"}
         return {name: f"<answer>{answer}</answer>" for name, answer in answers.items()}
 

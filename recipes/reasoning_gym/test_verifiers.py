@@ -11,7 +11,7 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem
-from recipes.reasoning_gym.reasoning import ReasoningGym
+from recipes.reasoning_gym.reasoning import Asked, ReasoningGym
 from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -125,7 +125,8 @@ def questions(name: str, number: int) -> list[Problem]:
     parts = [DatasetSpec(part, 1, {}) for part in sorted(EVALUATED)]
     config = {"datasets": parts} if name == "composite" else {}
     dataset = reasoning_gym.create_dataset(name, seed=1, size=number, **config)
-    return [Problem([], (dataset, dataset[i])) for i in range(number)]
+    asked = Asked(dataset, split="train")
+    return [Problem([], asked.read(position)) for position in range(number)]
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +137,8 @@ def env() -> Env:
 def attack(env: Env, name: str) -> list[tuple[float, str]]:
     """The return of each hostile answer. Fails where one of them is executed, or takes for ever."""
     (problem,) = questions(name, 1)
-    dataset, entry = problem.answer
-    verifier = type(dataset).score_answer
+    entry = problem.answer
+    verifier = type(entry.dataset).score_answer
     before = copy.deepcopy(entry)
     returns = []
     for answer in CODE + ENDLESS:
@@ -145,7 +146,7 @@ def attack(env: Env, name: str) -> list[tuple[float, str]]:
         returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
         assert time.process_time() - clock < SECONDS, (name, answer[:80])
         assert CANARY not in os.environ, (name, answer)
-        assert type(dataset).score_answer is verifier
+        assert type(entry.dataset).score_answer is verifier
         assert entry == before, (name, answer)
     return returns
 
@@ -169,10 +170,10 @@ def test_no_code_is_executed_or_paid_by_any_data_set(env, name):
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_references_are_paid_as_the_library_pays_them(env, name):
     for problem in questions(name, 20):
-        dataset, entry = problem.answer
+        entry = problem.answer
         assert entry["metadata"]["source_dataset"] in DATASETS
         if isinstance(entry["answer"], str):
-            expected = dataset.score_answer(entry["answer"].strip(), copy.deepcopy(entry))
+            expected = entry.dataset.score_answer(entry["answer"].strip(), copy.deepcopy(entry))
             paid = env.score(problem, f"<answer>{entry['answer']}</answer>")["return"]
             assert paid == pytest.approx(expected), entry["answer"]
 
@@ -199,7 +200,7 @@ def test_references_are_paid_as_the_library_pays_them(env, name):
 )
 def test_other_spellings_are_verified(env, name, rewrite, expected):
     for problem in questions(name, 3):
-        _, entry = problem.answer
+        entry = problem.answer
         if isinstance(entry["answer"], str):
             answer = rewrite(entry["answer"], entry["metadata"])
             found = env.score(problem, f"<answer>{answer}</answer>")["return"]

@@ -530,6 +530,18 @@ def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name,
         envs.make_env(name, **options.get(name, {}))
 
 
+def test_few_questions_of_reasoning_gym_come_once_each():
+    pytest.importorskip("reasoning_gym")
+    splits = {}
+    for split in ("", "-valid", "-test"):
+        env = envs.make_env(f"reasoning_gym{split}", datasets="gsm_symbolic")
+        asked = [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
+        assert asked == [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
+        splits[split] = set(asked)
+        assert len(splits[split]) == 400, "each counts once in an interval"
+    assert not splits[""] & splits["-test"] and not splits["-valid"] & splits["-test"]
+
+
 def test_reasoning_gym_mixtures(tmp_path):
     pytest.importorskip("reasoning_gym")
     (tmp_path / "mix.yaml").write_text(

@@ -221,7 +221,7 @@ def test_random_calls_never_raise(dialect, number):
     rng = random.Random(dialect)
     env = make_env("calculator", dialect=dialect)
     pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
-    whole = call("calculate", expression="1+1") if dialect == "qwen" else "2 * (3 + 4)"
+    whole = "2 * (3 + 4)" if dialect == "python" else call("calculate", expression="1+1")
     problem = env.problem(0)
     num_errors = 0
     for i in range(number):
@@ -239,11 +239,11 @@ def test_random_calls_never_raise(dialect, number):
 
 
 @pytest.mark.parametrize("number", [1_000, *slow(10_000)])
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@pytest.mark.parametrize("name", ["qwen", "python"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
-def test_random_replies_are_split_into_calls(folder, dialect, number):
+def test_random_replies_are_split_into_calls(folder, name, number):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
-    tokenizer = tokenizer_of(folder)
+    tokenizer, dialect = tokenizer_of(folder), DIALECTS[name]
     rng = random.Random(0)
     vocabulary = tokenizer.hf.get_vocab()
     opening = vocabulary.get(dialect.opening)
@@ -261,6 +261,28 @@ def test_random_replies_are_split_into_calls(folder, dialect, number):
         for (start, stop), text in zip(pairwise(places), calls, strict=True):
             body = ids[start + 1 : stop]
             assert text == (tokenizer.hf.decode(body[: body.index(closing)]) if closing in body else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}', 1),  # as Llama 3 writes it
+        ('```json\n{"name": "add"}\n```<|im_end|>', 1),
+        ('```\n{"name": "add"}\n```', 1),
+        ("{ broken", 1),  # its error is shown
+        ('I call {"name": "add"}', 0),
+        ("It is 5.", 0),
+        ("", 0),
+    ],
+)
+def test_a_reply_that_is_an_object_calls(text, calls):
+    """In the dialect without markers; as with markers, the tool's parser judges what the call says."""
+    tokenizer = tokenizer_of(FOLDERS[0])
+    found = tokenizer.calls(tokenizer.encode(text), *DIALECTS["json"][:2])
+    assert len(found) == calls
+    assert all(text.removesuffix("<|im_end|>").count(call) == 1 and call[0] == "{" for call in found)
+    if "}" in text:
+        assert all(call[-1] == "}" for call in found)
 
 
 @needs_qwen
