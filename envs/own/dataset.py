@@ -70,6 +70,7 @@ class Dataset(Env):
         reward_weights: str = "",  # factors of several rewards
         episode: str = "",  # FILE.py:CLASS, for TRL's environment_factory or with reset and step
         max_turns: int = 8,  # turns of an episode
+        dialect: str = "qwen",  # form of tool calls: qwen or json
         max_tool_calls: int = 16,
         tool_error_reward: float = 0.0,  # added for each call that fails
         tokens_per_action: int = 512,
@@ -88,7 +89,8 @@ class Dataset(Env):
         self.adapter = None
         self.tools = ()
         if episode:
-            settings = ToolSettings(max_calls=max_tool_calls, error_reward=tool_error_reward)
+            check_choice("dialect", dialect, ("qwen", "json"))
+            settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward)
             self.set_episodes(episode, max_turns, settings)
         tests = None
         if test_path:

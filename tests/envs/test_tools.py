@@ -456,6 +456,7 @@ def test_a_class_of_trl_runs_unchanged(rows):
     problem = env.problem(0)
     target = problem.answer["target"]
     assert (env.max_turns, env.dialect) == (8, "qwen")
+    assert dataset(rows, "Counter", dialect="json").dialect == "json"
     assert opening(env) == f"Task {target}. Reach {target}."
     assert [tool.__name__ for tool in problem.tools] == ["add", "take"]
     replies = replies_of(call("add", amount=target + 2), call("take", amount=99), call("take", amount=2))

@@ -1,0 +1,143 @@
+"""TRL's GRPO beside ours on a real run: the same weights, adapters, prompts, rows and limits; seconds a step.
+
+    pip install trl peft datasets    # into an environment of its own: ~/venv-trl
+    python bench/trl_grpo.py runs/coder-gsm8k/run --python ~/venv-trl/bin/python --steps 4
+
+The folder is a run of core/grpo.py with --lora_rank whose answers are numbers. Both begin it anew, first ours, then TRL
+on the prompts of our steps, each in a process of its own. The first step, in which they compile, is not counted. TRL
+has its best settings on a CPU, as far as known: float32, sdpa attention, micro-batches of 8 rows, no checkpointing.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from envs import make_env, parse_options
+from envs.grading.numerals import same_number
+
+try:
+    import datasets
+    import peft
+    import torch
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+except ImportError:  # of the process that runs ours
+    TrainerCallback = object
+
+ROOT = Path(__file__).resolve().parent.parent
+MICROBATCH = 8  # rows
+BOX = re.compile(r"\\boxed\{(.*?)\}")
+
+
+def reward(completions: Sequence[str], answer: Sequence[str], **_) -> list[float]:
+    """Returns 1 for each reply whose first box has the right number, as ours."""
+    boxes = map(BOX.search, completions)
+    return [float(box is not None and same_number(right, box[1])) for box, right in zip(boxes, answer, strict=True)]
+
+
+class Clock(TrainerCallback):
+    """Prints the seconds of each step."""
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        print(json.dumps({"seconds": time.perf_counter() - self.start, "peak_gb": peak_gb()}), flush=True)
+
+
+def train_theirs(work: dict, folder: str) -> None:
+    """Runs TRL's trainer, and prints a line of JSON for each step."""
+    settings = work["settings"]
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    num_rows = settings["groups_per_batch"] * settings["group_size"]
+    arguments = trl.GRPOConfig(
+        folder, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
+        bf16=False, optim="adamw_torch_fused", learning_rate=settings["lr"], lr_scheduler_type="constant",
+        max_steps=len(work["rows"]) // settings["groups_per_batch"], beta=0.0, gradient_checkpointing=False,
+        per_device_train_batch_size=MICROBATCH, gradient_accumulation_steps=num_rows // MICROBATCH,
+        num_generations=settings["group_size"], max_completion_length=settings["num_generation_tokens"],
+        temperature=settings["temperature"], top_k=0, top_p=1.0, shuffle_dataset=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+    matrices = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    adapters = peft.LoraConfig(r=settings["lora_rank"], lora_alpha=settings["lora_alpha"], target_modules=matrices)
+    trainer = trl.GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(settings["model_dir"], dtype=torch.float32), reward, arguments,
+        datasets.Dataset.from_list(work["rows"]), callbacks=[Clock()], peft_config=adapters,
+        processing_class=AutoTokenizer.from_pretrained(settings["model_dir"], padding_side="left"),
+    )  # fmt: skip
+    trainer.train()
+
+
+def peak_gb() -> float:
+    """Returns the most memory that this process has had, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def train_ours(settings: dict, folder: Path) -> tuple[list[dict], list[dict]]:
+    """Runs core/grpo.py; returns the metrics of its steps, and the prompts and answers of all groups."""
+    preset = folder / "preset.yaml"
+    preset.write_text(json.dumps(settings))
+    command = [sys.executable, "core/grpo.py", "--config", str(preset), "--save_dir", str(folder / "run")]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return read_rows(folder / "run/metrics.jsonl"), prompts_of(settings, folder / "run")
+
+
+def prompts_of(settings: dict, run: Path) -> list[dict]:
+    """Returns the prompt and the answer of each group, in the order of a run."""
+    env = make_env(settings["env_name"], **parse_options(settings["env_options"]))
+    rows = []
+    for step in range(1, settings["max_steps"] + 1):
+        groups = {row["group"]: row for row in read_rows(run / f"rollouts/step_{step}.jsonl")}
+        rows += [{"prompt": row["prompt"], "answer": env.problem(row["task"]).answer} for row in groups.values()]
+    return rows
+
+
+def read_rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def main(run: Path, python: str, num_steps: int) -> None:
+    """Prints the seconds of a step of each, and their ratio."""
+    settings = json.loads((run / "config.json").read_text())
+    settings = {name: value for name, value in settings.items() if name != "run"}
+    settings |= {"test_env_name": "", "also_eval": "", "save_interval": 0, "save_rollouts": "all"}
+    settings["max_steps"] = num_steps + 1
+    with tempfile.TemporaryDirectory() as name:
+        steps, rows = train_ours(settings, Path(name))
+        work = Path(name, "work.json")
+        work.write_text(json.dumps({"settings": settings, "rows": rows}))
+        command = [os.path.expanduser(python), __file__, "theirs", str(work), name]
+        done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    show("ours", ours := [step["times/step"] for step in steps[1:]], steps[-1]["memory/peak_gb"])
+    show("TRL", theirs := [line["seconds"] for line in lines[1:]], lines[-1]["peak_gb"])
+    print(f"TRL / ours: {statistics.median(theirs) / statistics.median(ours):.2f}")
+
+
+def show(side: str, seconds: Sequence[float], peak: float) -> None:
+    each = ", ".join(f"{x:.1f}" for x in seconds)
+    print(f"{side}: {statistics.median(seconds):.1f} s a step ({each}), {peak:.1f} GB")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["theirs"]:
+        train_theirs(json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
+    else:
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("run", type=Path, help="folder of a run of core/grpo.py")
+        parser.add_argument("--python", default="python", help="Python that has TRL, peft and datasets")
+        parser.add_argument("--steps", type=int, default=4, help="steps of each, behind the first")
+        options = parser.parse_args()
+        main(options.run, options.python, options.steps)
