@@ -115,7 +115,7 @@ class ReasoningGym(Env):
             messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
             return Problem(messages, entry, thinking=True)
         name = type(asked.dataset).__name__
-        raise UserError(f"Reasoning Gym's {name} has too few questions for a {self.split} split: choose a larger config")
+        raise UserError(f"Reasoning Gym's {name} has too few questions for a {self.split} split: enlarge its config")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         entry = problem.answer
