@@ -2,7 +2,7 @@
 # Qwen2.5-Coder-0.5B-Instruct, from wheels of the package index, learns short replies to GSM8K, or a tool, as adapters.
 # Hardware: two CPU cores, 16 GB of memory
 # Minutes: not known yet
-# Score: not known yet
+# Score: not known yet. Target, written before the run: held-out correct answers up by 10 points (paired, 95%)
 #
 #     GSM8K_DIR=FOLDER bash runs/coder.sh   # the problems that take at most two calculations
 #     TASK=calculator bash runs/coder.sh    # arithmetic by calls in JSON, several turns; needs no data
@@ -54,7 +54,7 @@ esac
 shared=(--env_options "$options" --dtype float32 "${limits[@]}" "${also[@]}")
 "$python" core/grpo.py --model_dir "$model" --env_name "$env" --test_env_name "$env-test" "${shared[@]}" \
     --lora_rank 16 --lr 1e-4 --temperature 0.6 --groups_per_batch 8 --group_size 8 --max_resampling 1 \
-    --ppo_minibatch 0 --tokens_per_microbatch 1024 --max_steps 40 --test_interval 20 --num_eval_tasks 64 \
+    --ppo_minibatch 0 --tokens_per_microbatch 1024 --max_steps 60 --test_interval 20 --num_eval_tasks 64 \
     --save_interval 5 --keep 1 --save_dir "$runs/run" "$@"
 [[ ${UNTIL:-} != training ]] || exit 0
 
