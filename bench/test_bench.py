@@ -40,6 +40,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
     "device_checks": "--shape tiny --layers 1 --vocabulary 512",
     "distill": "--dir FOLDER --short --seeds 0",
+    "endpoint": "",
     "families": "--num_models 1",
     "grpo_step": f"{SHAPE} {ROWS}",
     "memory": "--shapes tiny --remats dots --given --groups_per_batch 2",
@@ -66,6 +67,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
 NEEDS = {  # packages that are not installed for tests
     "clients": ("trl",),
     "compiled": ("libtpu",),
+    "endpoint": ("openai", "smolagents", "minisweagent"),
     "families": ("torch",),
     "memory": ("libtpu",),
     "trl_grpo": ("torch", "trl", "peft"),

@@ -7,6 +7,7 @@ N prompts, G rollouts of each, B = N G rows, T row length. Everything is float32
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -15,6 +16,7 @@ from core.objectives import LossConfig, PolicyConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
 from core.terms.corrections import CorrectionConfig
 from core.terms.critic import CriticConfig, generalized_advantages
+from core.terms.forks import follow_parents
 from core.terms.reference import KLConfig, kl_penalty
 from core.terms.shaping import ShapingConfig, shape_advantages
 from core.terms.turn_rewards import by_turn, turn_returns
@@ -201,6 +203,8 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """
     if not len(batch):
         return batch
+    if batch.parents is not None:
+        return follow_parents(batch, partial(compute_advantages, config=config))
     graded = compared_rewards(batch, config)
     if config.has_kl_in_reward:
         graded = graded - kl_penalty(batch, config.kl).sum(axis=1).reshape(-1, batch.group_size)

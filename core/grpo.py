@@ -40,6 +40,7 @@ from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
+from core.terms.forks import with_forks
 from core.terms.lengths import with_length_reward
 from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
@@ -225,7 +226,8 @@ def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "
 
 def make_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns the rows to train on."""
-    return select_rows(rollout_batch(episodes, config), episodes.batch_rows)
+    batch = select_rows(rollout_batch(episodes, config), episodes.batch_rows)
+    return with_forks(batch, episodes.forks) if any(episodes.forks) else batch
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:

@@ -61,6 +61,7 @@ class Episodes:
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens if truncated
     conversations: list[list[Message]] = field(default_factory=list)  # after the prompts: turns and observations
     turn_rewards: list[list[float]] = field(default_factory=list)  # reward of each turn of a conversation
+    forks: list[Completions | None] = field(default_factory=list)  # rows beside each row: see core/chains/agents.py
     positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # numbers of groups in the run
     has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
     metrics: dict[str, float] = field(default_factory=dict)  # extra metrics, which override others of the same name
@@ -90,7 +91,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     arrays, lists = {}, {}
     for name in ("task_ids", "failed", "positions", "has_signal"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
-    for name in ("texts", "problems", "stops", "conversations", "turn_rewards"):
+    for name in ("texts", "problems", "stops", "conversations", "turn_rewards", "forks"):
         lists[name] = [x for part in parts for x in getattr(part, name)]
     return Episodes(
         completions=concatenate([part.completions for part in parts]),
@@ -133,6 +134,7 @@ class Batch:
     advantages: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     entropies: Float[Array, "B T"] | None = None  # nats, of the old policy; logged, read by no loss
+    parents: Int[Array, "B"] | None = None  # rows whose advantages forks take, -1: none; see core/terms/forks.py
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # unmasked tokens of the whole optimizer batch
     extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.outputs read them

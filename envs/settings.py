@@ -26,8 +26,8 @@ from utils.settings.options import option
 LIMITS = ("num_generation_tokens", "force_answer_at")  # limits that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
 GRADING = {"form", "partial"}  # options by which --also_eval grades the same replies again
-CODE = {"reward": "", "episode": "", "sandbox": "on"}  # options that run code with the user's rights; the safe value
-FILES = ("data_dir", *REWARDS, "episode")  # flags that go to each environment with such an option
+CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run the user's code; the safe value
+FILES = ("data_dir", *REWARDS, "episode", "agent", "agent_processes")  # flags of environments with such options
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class EnvConfig:
         "Class that turns each row of the environment dataset into an episode of several turns, as FILE.py:CLASS: a "
         "class for TRL's environment_factory, or one with reset and step",
     )
+    agent: str = option(
+        "",
+        "Program of the environment agent, which talks to the policy at OPENAI_BASE_URL: a command, or "
+        "FILE.py:FUNCTION",
+    )
+    agent_processes: int = option(0, "Programs of --agent at a time; 0: four for each core", resumable=True)
 
     def __post_init__(self):
         if self.reward_weights and not self.reward:

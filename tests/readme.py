@@ -62,7 +62,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud)|.*gcloud ": "needs a cluster",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
-    r".*extras/chat_web.py ": "serves a page until Ctrl-C",
+    r".*core/chat_web.py ": "serves a page until Ctrl-C",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",
 }

@@ -224,6 +224,8 @@ def test_the_tests_install_what_environments_need():
     assert packages == ["reasoning-gym==0.1.25"]
     found = f'\n{packages[0]}; python_version < "3.13"'
     assert found in tested, "without a compiler, tests are installed all the same"
+    others = re.findall(r"^[\w-]+>=[^\s;]+", environments, re.MULTILINE)
+    assert others and all(f"\n{line}" in tested for line in others)
 
 
 def test_no_package_takes_the_name_of_a_standard_module():

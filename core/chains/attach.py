@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
+from core.chains.agents import AgentConversations
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
 from core.chains.replies import Replies
@@ -38,12 +39,12 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
-    sampler = with_pages(sampler, page_size, has_turns=env.max_turns > 1)
+    sampler = with_pages(sampler, page_size, env.has_turns)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
-    if env.max_turns > 1:
+    if env.has_turns:
         check_conversations(sampler, settings)
-    make_replies = Conversations if env.max_turns > 1 else Replies
+    make_replies = AgentConversations if env.programs else Conversations if env.has_turns else Replies
     return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
 
 

@@ -42,6 +42,7 @@ class Observation(NamedTuple):
 
     tokens: Sequence[int] = ()
     finished: bool = False  # the episode ended in another way than by the limit of tokens
+    begins: bool = False  # the tokens are a row's prompt: see core/chains/agents.py
 
 
 class TurnChain(PagedChain):
@@ -74,7 +75,7 @@ class TurnChain(PagedChain):
         turn = self.drawn.tokens[row, self.turn_starts[row] : stop].copy()
         num_left = self.sampler.max_new_tokens - stop
         self.is_drawing[row] = False
-        self.environment.end_turn(self.row_offset + row, turn, -1 if is_cut_off and not num_left else num_left)
+        self.environment.end_turn(self.number(row), turn, -1 if is_cut_off and not num_left else num_left)
 
     def between_segments(self, is_idle: bool) -> None:
         """Appends the observations that have come; waits for one if no row can be sampled."""
@@ -83,14 +84,22 @@ class TurnChain(PagedChain):
             self.segment_time = now - self.clock
         waiting = np.flatnonzero(~self.is_drawing & ~self.is_over)
         if waiting.size:
-            rows = {self.row_offset + row for row in waiting.tolist()}
+            rows = set(map(self.number, waiting.tolist()))
             # A wait of up to one segment is cheaper than a segment for late rows alone.
             patience = self.segment_time * (1.0 if is_idle else PATIENCE)
             with between_turns():
                 observations = self.environment.observe(rows, is_idle, patience)
             for number, observation in observations.items():
-                self.take(number - self.row_offset, observation)
+                self.take(self.place(number), observation)
         self.clock = time.perf_counter()
+
+    def number(self, row: int) -> int:
+        """Returns the number of a row over all calls."""
+        return self.row_offset + row
+
+    def place(self, number: int) -> int:
+        """Returns the row of this chain that has a number."""
+        return number - self.row_offset
 
     def take(self, row: int, observation: Observation) -> None:
         """Appends an observation to a row, or removes an episode that is over."""

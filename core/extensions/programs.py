@@ -88,7 +88,7 @@ def run_programs(
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
     """Yields the programs that `play` can need for `num_tasks`; none if their shapes depend on the lengths of rows."""
     if worker.sampler.paging.page:
-        steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.max_turns > 1 else 0
+        steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.has_turns else 0
         if not worker.sampler.paging.adapts:
             yield from page_programs(worker.sampler, params, num_tasks * num_samples, steps)
         return

@@ -398,7 +398,7 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
         return prefix
     if text == SIBLING:
         num_written = worker.max_new_tokens + len(tokenizer.encode(problem.prefix))
-        if worker.env.max_turns > 1:
+        if worker.env.has_turns:
             raise UserError(
                 f"--teacher_prefix {SIBLING} shows single replies, and {worker.name} has several turns: give a text or "
                 "@FILE"

@@ -654,7 +654,7 @@ def next_commands(base: str, model: str, is_played: bool) -> list[str]:
     root = Path(os.path.relpath(Path(__file__).parents[2]))
     commands = {
         "chat:": ("core/sampling.py", "--ckpt_dir", model),
-        "side by side:": ("extras/chat_web.py", "--ckpt_dir", f"{base},{model}"),
+        "side by side:": ("core/chat_web.py", "--ckpt_dir", f"{base},{model}"),
     }
     if is_played:
         commands["evaluate:"] = ("core/eval.py", "--model_dir", model)

@@ -11,6 +11,7 @@ from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from envs.base import Env
 from models.tokenizer import Tokenizer
+from utils.batching import concatenate
 from utils.evaluation.tables import Result
 from utils.metrics.jsonl import JSON, JSONRow
 
@@ -72,6 +73,12 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "groups": np.arange(num_rows, dtype=np.int32) // group_size,
         "positions": np.int64(episodes.positions),
     }
+    if any(episodes.forks):
+        found = {row: forks for row, forks in enumerate(episodes.forks) if forks}
+        forks = concatenate([*found.values()])
+        for name in ("tokens", "mask", "logprobs", "lengths", "prompt_lengths"):
+            arrays[f"forks/{name}"] = np.asarray(getattr(forks, name))
+        arrays["forks/parents"] = np.repeat(np.int32([*found]), [len(forks.lengths) for forks in found.values()])
     return arrays | score_arrays(episodes)
 
 

@@ -99,7 +99,7 @@ class Dataset(Env):
             self.rows = tests
         else:
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
-            self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.opens)
+            self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.makes_prompts)
             self.note += selected
         if not self.has_reward:
             check_installed("math_verify", "comparing answers, as without --reward,")
@@ -113,9 +113,19 @@ class Dataset(Env):
             self.note += "; a reply is correct from a return of 1 on, if the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
 
+    @property
+    def makes_prompts(self) -> bool:
+        """True if rows need no prompt, and may repeat."""
+        return self.opens
+
+    @property
+    def needs_answer(self) -> bool:
+        """True if a row without an answer cannot be graded."""
+        return not self.has_reward
+
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
         """Returns the rows of a source, and notes how many were left out."""
-        rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows, may_repeat=self.opens)
+        rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows, may_repeat=self.makes_prompts)
         return rows
 
     def set_episodes(self, episode: str, max_turns: int, settings: ToolSettings) -> None:
@@ -145,10 +155,10 @@ class Dataset(Env):
 
         Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
         """
-        says_all = self.opens and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row)
+        says_all = self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row)
         if says_all:  # the first words of an episode
             return Row([{"role": "user", "content": ""}], row)
-        exchange = read_exchange(row, replace(self.columns, needs_answer=not self.has_reward))
+        exchange = read_exchange(row, replace(self.columns, needs_answer=self.needs_answer))
         prompt = unweighted(exchange.prompt)
         if exchange.tools and self.tools:
             raise ValueError("it has a column tools, and --episode has tools of its own: leave one out")
@@ -161,7 +171,7 @@ class Dataset(Env):
         has_answer = has_column(row, self.answer_column) and get_column(row, self.answer_column) is not None
         if given is not None and not has_answer:
             row[self.answer_column] = given
-        if self.has_reward:
+        if not self.needs_answer:
             return Row(prompt, row)
         if exchange.reply:
             weighted(row, [*as_messages(exchange.prompt, "user"), *exchange.reply])  # raises for a row to leave out

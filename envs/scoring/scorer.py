@@ -9,6 +9,7 @@ must not fork. Multiprocessing's other ways import the main script in every work
 lifeline: when the run ends, however it ends, the pipe closes, and the helper ends its workers and itself.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -16,14 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby, islice
 from multiprocessing.connection import Connection, Pipe, wait
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from envs.own_code import ROOT, passed_variables, variable_note
 from envs.scoring.helper import (
@@ -49,6 +50,7 @@ MAX_WRITTEN = 100  # failures that are written to a file
 MAX_LOST = 16  # helpers in a row that are lost without an outcome
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
+Held = TypeVar("Held", bound=contextlib.AbstractContextManager)
 Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
 GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, None: a failure; failures by kind
 
@@ -94,6 +96,7 @@ class Scorer:
         self.suspected: set[int] = set()  # jobs that the last lost helper had
         self.num_replaced = 0  # helpers since the last outcome
         self.is_closed = False
+        self.held: contextlib.AbstractContextManager | None = None
         self.start()
 
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
@@ -285,9 +288,18 @@ class Scorer:
             raise UserError(f"{self.settings.env_name}: {reply}{variable_note(reply)}")
         self.takes_groups = reply["takes_groups"]
 
+    def hold(self, make: Callable[[], Held]) -> Held:
+        """Returns what `make` makes when it is first asked for; it is closed with the scorer."""
+        if self.held is None:
+            held = make()
+            self.held = held.__enter__()
+        return self.held
+
     def close(self) -> None:
         """Stops the workers; waits for 5 seconds at most, then kills them."""
         self.is_closed = True
+        if self.held is not None:
+            self.held.__exit__(None, None, None)
         self.connection.close()
         try:
             self.process.wait(5)

@@ -20,13 +20,14 @@ from contextlib import closing
 import jax
 import pytest
 
+from core import chat_web as web
 from core.chat.models import ChatModel, ChatModelConfig, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
+from core.chat_web import ChatServer, load_examples, serve, trained_settings
 from core.sampling import SamplingCommand, encode_row, read_prompts
 from envs import make_env
+from envs.agents import server as http_server
 from envs.settings import EnvConfig
-from extras import chat_web as web
-from extras.chat_web import ChatServer, Handler, load_examples, serve, trained_settings
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT
 from utils.settings.errors import UserError
@@ -207,17 +208,13 @@ def server():
     models = [Scripted({"hostile": hostile, "slow": slow}), Scripted({})]
     models[1].name, models[1].has_one_turn = "</script><b>trained", True
     with ChatServer(models, 0, ["3 7", "</script>{{data}}"]) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def post(server, body, timeout=60, **headers):
     """Returns the status and the objects of an answer to a request for a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=timeout)
-    origin = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
+    origin = {"Host": f"localhost:{server.port}", "Origin": f"http://localhost:{server.port}"}
     connection.request("POST", "/reply", json.dumps(body), origin | headers)
     with closing(connection), closing(connection.getresponse()) as answer:
         lines = answer.read().splitlines() if answer.status == 200 else []
@@ -236,7 +233,7 @@ def test_the_server_answers_its_own_page_alone(server):
     assert lines[2:] == [{"right": False}]
     assert server.models[0].changes == [("temperature", "0.5")]
     assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
-    assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 404
+    assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 400
     for wrong in (
         {"model": 2},
         {"model": True},
@@ -244,7 +241,7 @@ def test_the_server_answers_its_own_page_alone(server):
         {"messages": [{"role": "system", "content": ""}]},
     ):
         assert post(server, body | wrong)[0] == 400
-    assert server.server_address[0] == "127.0.0.1"
+    assert server.socket.getsockname()[0] == "127.0.0.1"
 
 
 def test_reply_is_not_computed_if_stopped_while_it_waits(server):
@@ -263,8 +260,8 @@ def test_reply_is_not_computed_if_stopped_while_it_waits(server):
 
 def send(server, text, length):
     """Begins a request for a reply and returns its connection; nothing of the answer is read."""
-    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
-    host = f"localhost:{server.server_port}"
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    host = f"localhost:{server.port}"
     head = f"POST /reply HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nContent-Length: {length}\r\n\r\n"
     connection.sendall(head.encode() + text)
     return connection
@@ -281,28 +278,25 @@ REQUEST = {
     ("length", "status"),
     [
         ("-1", b"400"),
-        ("10000001", b"400"),
         ("x", b"400"),
-        ("9", b""),
+        ("9", b"408"),
     ],
 )
 def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
     # The test does not wait for seconds.
-    monkeypatch.setattr(Handler, "timeout", 0.3)
+    monkeypatch.setattr(http_server, "SLOW", 0.3)
     with send(server, b"{", length) as connection:
         assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
     assert capsys.readouterr().err == ""
     assert server.models[0].seen == []
 
 
-def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
+def test_a_page_that_does_not_read_holds_nobody_up(server, capsys):
     def flood(show):
         for size in range(100):
             show("x" * size * 10**5)
-        raise AssertionError("it goes on")
+        return "flooded"
 
-    # The test does not wait for seconds.
-    monkeypatch.setattr(Handler, "timeout", 0.3)
     server.models[0].replies["flood"] = flood
     body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "flood"}]}).encode()
     with send(server, body, len(body)):
@@ -392,10 +386,10 @@ def test_ctrl_c_ends_a_reply_that_is_being_drawn():
     servers = []
 
     class Recording(ChatServer):
-        def serve_forever(self):
+        def __enter__(self):
             servers.append(self)
             threading.Thread(target=ask, args=(self,), daemon=True).start()
-            super().serve_forever()
+            return super().__enter__()
 
     with pytest.MonkeyPatch.context() as patch:
         # Keeps the server, so that the test can close it.
@@ -452,7 +446,7 @@ def test_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium
     def texts(selector):
         return [element.text for element in chromium.find_elements("css selector", selector)]
 
-    chromium.get(f"http://localhost:{server.server_port}/")
+    chromium.get(f"http://localhost:{server.port}/")
     assert texts("h2") == ["scripted", "</script><b>trained · trained on single replies: each message begins anew"]
     assert texts("#examples button") == ["3 7", "</script>{{data}}"]
     chromium.execute_script("document.querySelector('#examples button').click()")

@@ -119,7 +119,7 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
     chat, both, *scores = lines[-3 if env_name else -2 :]
     assert chat.startswith("chat:")
     assert chat.endswith(f"core/sampling.py --ckpt_dir {folder}/step31")
-    assert both.endswith(f"extras/chat_web.py --ckpt_dir base,{folder}/step31")
+    assert both.endswith(f"core/chat_web.py --ckpt_dir base,{folder}/step31")
     assert [line.split()[-1] for line in scores] == ([f"{folder}/step31"] if env_name else [])
     assert all(line.startswith("evaluate:") and "core/eval.py --model_dir" in line for line in scores)
 

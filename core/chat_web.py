@@ -1,6 +1,6 @@
 """Serves a chat in a browser with several models side by side, such as a base model and what was trained from it.
 
-    python extras/chat_web.py --ckpt_dir models/tiny,runs/demo/step24 --port 8000
+    python core/chat_web.py --ckpt_dir models/tiny,runs/demo/step24 --port 8000
 
 The server answers this machine only, and only its own page: other sites that a browser has open can reach it too.
 """
@@ -14,16 +14,17 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import asyncio
 import base64
 import contextlib
 import hashlib
 import json
 import re
-import socket
-from collections.abc import Iterator, Sequence
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -33,6 +34,8 @@ from core.chat.models import ChatCommand, ChatModel, load_chat_models
 from core.chat.terminal import Model, ShowText
 from core.run.foreign import find_run, settings_with_code
 from envs import make_env, test_name
+from envs.agents.protocol import BadRequest
+from envs.agents.server import JSON, Caller, Response, Server, StreamingResponse
 from envs.base import Env
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig
@@ -46,10 +49,14 @@ from utils.settings.presets import demo_of_tiny
 
 PAGE = Path(__file__).with_name("chat_web.html")
 ROLES = ("user", "assistant")
-MAX_BYTES = 10**7  # bytes of a request
 MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second
 NUM_EXAMPLES = 6  # held-out problems on the page
-TIMEOUT = 10  # seconds in which a page sends or takes nothing
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+SendLine = Callable[[str, str | bool | None], None]  # sends an object of a line; raises when the page has gone
 
 
 @dataclass(frozen=True)
@@ -98,115 +105,84 @@ class PageModel(Model, Protocol):
     def grade(self, messages: list[Message], reply: str) -> bool | None: ...
 
 
-class ChatServer(ThreadingHTTPServer):
+class ChatServer(Server):
     """Serves the page and the replies of models; they are computed one at a time."""
-
-    daemon_threads = True
 
     def __init__(self, models: Sequence[PageModel], port: int, examples: Sequence[str] = ()):
         self.models, self.examples = models, examples
-        self.lock = Lock()
+        self.lock = Lock()  # of the model that replies
         self.is_ending = False
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__({"GET /": self.page, "POST /reply": self.reply}, port=port)
 
-    def handle_error(self, *args: object) -> None:
-        """Prints the traceback of an error, unless it is of a connection, which a page may end at any time."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(*args)
-
-    @property
-    def hosts(self) -> set[str]:
-        """Host names of the page; a request by another name comes from a site that points to this machine."""
-        return {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
-
-    @cached_property
-    def page(self) -> tuple[str, str]:
-        """The page, and a policy under which its own script alone runs."""
+    async def page(self, _: JSON, caller: Caller) -> Response:
+        """Returns the page, with a policy under which its own script alone runs."""
         models = [{"name": model.name, "hasOneTurn": model.has_one_turn} for model in self.models]
         data = json.dumps({"models": models, "examples": list(self.examples)}).replace("<", "\\u003c")
         text = PAGE.read_text(encoding="utf-8").replace("{{data}}", data)
         script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
-        return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        return Response(text, media_type="text/html", headers=HEADERS | {"Content-Security-Policy": policy})
 
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers a request."""
-
-    server: ChatServer
-    timeout = TIMEOUT
-
-    def do_GET(self) -> None:
-        if self.headers["Host"] not in self.server.hosts or self.path != "/":
-            return self.send_error(404)
-        text, policy = self.server.page
-        self.begin("text/html; charset=utf-8", policy)
-        self.wfile.write(text.encode())
-
-    def do_POST(self) -> None:
+    async def reply(self, body: JSON, caller: Caller) -> Response:
         """Streams a reply, an object on each line: what is compiled, the text as it grows, and if it is right."""
-        is_page = self.headers["Origin"] in {f"http://{host}" for host in self.server.hosts}
-        if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
-            return self.send_error(404)
+        if not caller.is_page:
+            raise BadRequest("only the page is answered")
         try:
-            size = int(self.headers["Content-Length"] or 0)
-            if not 0 <= size <= MAX_BYTES:
-                raise ValueError(f"a request has at most {MAX_BYTES:,} bytes")
-            model, messages, temperature = read_request(self.rfile.read(size), self.server.models)
+            model, messages, temperature = read_request(body, self.models)
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            return self.send_error(400, explain=on_one_line(str(error)))
-        self.begin("text/plain; charset=utf-8")
-        num_chars = sum(len(message["content"]) for message in messages)
-        if num_chars > MAX_CHARS:
-            return self.send_line("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
-        with self.server.lock:
-            if self.server.is_ending or self.page_has_gone():
-                return  # stopped while another model replied: this reply is not read
-            try:
-                model.change("temperature", temperature)
-                with telling_compilations(partial(self.send_line, "compiling")):
-                    text = model.reply(messages, partial(self.send_line, "text"))
-                self.send_line("text", text)
-                self.send_line("right", model.grade(messages, text))
-            except UserError as error:
-                self.send_line("error", str(error))
-            except OSError:
-                self.close_connection = True  # the page has stopped the reply
-            except Exception as error:
-                with contextlib.suppress(OSError):
-                    self.send_line("error", describe_error(error))
-                raise
+            raise BadRequest(on_one_line(str(error))) from error
+        lines = self.lines(model, messages, temperature, caller)
+        return StreamingResponse(lines, media_type="text/plain; charset=utf-8", headers=HEADERS)
 
-    def page_has_gone(self) -> bool:
-        """Returns True when the page has closed the connection."""
-        self.connection.settimeout(0)
+    async def lines(
+        self, model: PageModel, messages: list[Message], temperature: str, caller: Caller
+    ) -> AsyncIterator[str]:
+        """Yields the lines of a reply, which is computed in a thread; it ends when the page has gone."""
+        lines, gone = asyncio.Queue(), threading.Event()
+
+        def send(kind: str, text: str | bool | None) -> None:
+            if gone.is_set() or self.is_ending:
+                raise ConnectionAbortedError
+            self.loop.call_soon_threadsafe(lines.put_nowait, json.dumps({kind: text}) + "\n")
+
+        def has_gone() -> bool:
+            asked = asyncio.run_coroutine_threadsafe(caller.has_gone(), self.loop)
+            return self.is_ending or gone.is_set() or asked.result(1)
+
+        work = self.loop.run_in_executor(None, self.compute, model, messages, temperature, send, has_gone)
+        work.add_done_callback(lambda _: lines.put_nowait(""))
         try:
-            return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False  # open, and nothing more to read
-        except OSError:
-            return True
+            while line := await lines.get():
+                yield line
         finally:
-            self.connection.settimeout(self.timeout)
+            gone.set()
 
-    def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
-        """Sends the head of an answer, whose end is that of the connection."""
-        self.send_response(200)
-        headers = {"Content-Type": kind, "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        for name, value in (headers | {"Cache-Control": "no-store"}).items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def send_line(self, kind: str, text: str | bool | None) -> None:
-        """Sends one object of a line. Raises: OSError when the page has gone or takes nothing, or the server ends."""
-        if self.server.is_ending:
-            raise ConnectionAbortedError
-        self.wfile.write(json.dumps({kind: text}).encode() + b"\n")
-        self.wfile.flush()
-
-    def log_message(self, *_) -> None:
-        """Prints nothing: the page shows what happens."""
+    def compute(
+        self, model: PageModel, messages: list[Message], temperature: str, send: SendLine, has_gone: Callable[[], bool]
+    ) -> None:
+        """Computes a reply when no other is computed; an error is sent, and printed if it is a fault of ours."""
+        num_chars = sum(len(message["content"]) for message in messages)
+        with contextlib.suppress(ConnectionAbortedError):
+            if num_chars > MAX_CHARS:
+                return send("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
+            with self.lock:
+                if has_gone():
+                    return  # stopped while another model replied: this reply is not read
+                try:
+                    model.change("temperature", temperature)
+                    with telling_compilations(partial(send, "compiling")):
+                        text = model.reply(messages, partial(send, "text"))
+                    send("text", text)
+                    send("right", model.grade(messages, text))
+                except UserError as error:
+                    send("error", str(error))
+                except ConnectionAbortedError:
+                    raise
+                except Exception as error:
+                    traceback.print_exc()
+                    send("error", describe_error(error))
 
 
 @contextlib.contextmanager
@@ -225,9 +201,8 @@ def telling_compilations(tell: ShowText) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(on_compilation)
 
 
-def read_request(body: bytes, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
+def read_request(request: JSON, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
     """Returns the model, the conversation and the temperature of a request. Raises: ValueError, KeyError, TypeError."""
-    request = json.loads(body)
     messages = []
     for message in request["messages"]:
         if message["role"] not in ROLES or not isinstance(message["content"], str):
@@ -241,14 +216,10 @@ def read_request(body: bytes, models: Sequence[PageModel]) -> tuple[PageModel, l
 
 def serve(models: Sequence[PageModel], port: int, examples: Sequence[str] = ()) -> None:
     """Serves the page, with examples to click, until Ctrl-C. Raises: UserError if the port is taken."""
-    try:
-        server = ChatServer(models, port, examples)
-    except OSError as error:
-        raise UserError(f"--port {port}: the port cannot be opened ({error.strerror}): name another one") from error
-    print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
-    with server:
+    with ChatServer(models, port, examples) as server:
+        print(f"{server.url} (Ctrl-C ends)", flush=True)
         try:
-            server.serve_forever()
+            threading.Event().wait()
         except KeyboardInterrupt:
             server.is_ending = True
             with server.lock:  # the segment that is being computed ends first: see Interrupts

@@ -1,0 +1,247 @@
+"""Programs as episodes: each row of a rollout is a process that talks to this server as to a model's endpoint.
+
+A program gets OPENAI_BASE_URL and OPENAI_API_KEY, and its row of the data as JSON in ROW. Its requests are turns of the
+policy; its last line of JSON is its reward. A program that dies, hangs or floods costs its own episode.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, Self
+
+from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task
+from envs.agents.protocol import BadRequest, chat_answer, read_chat
+from envs.agents.server import Caller, Denied, Payload, Server
+from envs.agents.sessions import Book, Ended, Session
+from envs.base import DIALECTS, AgentSettings
+from envs.own_code import ROOT, passed_variables
+from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
+from utils.settings.errors import UserError, on_one_line
+
+JSON = Any
+MODEL = "policy"  # its name at the endpoint
+START = 120  # seconds that the import of the user's file may take
+LATE = 30  # seconds behind a program's time limit, in which its report must have come
+
+
+class AgentJob(NamedTuple):
+    """A program to run: its row in the rollout, and what it gets."""
+
+    row: int
+    data: Mapping[str, JSON]
+    seed: int
+
+
+@dataclass
+class AgentRun:
+    """A program that waits for a place, or runs."""
+
+    job: AgentJob
+    session: Session
+    spare: deque[int]  # rows for forks, which several programs share
+
+
+class AgentHost(Book):
+    """Runs programs, and hands their requests over as outcomes of rows; use it as a context manager.
+
+    `begin` and `reset` are called by the thread that samples; all else happens in the server's thread.
+    Raises: UserError if the user's file fails.
+    """
+
+    def __init__(self, settings: AgentSettings):
+        server = Server({"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models})
+        super().__init__(server, DIALECTS[settings.dialect], settings.max_calls)
+        self.settings = settings
+        self.runs: dict[str, AgentRun] = {}  # by key
+        self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
+        self.auxiliary: set[int] = set()  # rows that are not trained
+        self.places = asyncio.Semaphore(settings.num_processes or 4 * (os.cpu_count() or 1))
+        self.plays: set[asyncio.Task] = set()
+        self.numbers = count()
+        self.reports: dict[int, asyncio.Future[Report]] = {}  # of programs that run
+
+    # In the thread that samples
+
+    def begin(self, jobs: list[AgentJob], spare: deque[int]) -> None:
+        """Starts programs; `spare`: rows for conversations that do not continue, which they share."""
+        with self.has_changed:
+            self.computing |= {job.row for job in jobs}
+        for job in jobs:
+            self.server.call(self.start, job, spare)
+
+    def reset(self) -> None:
+        """Ends all programs, and forgets all rows."""
+        self.server.submit(self.end_all()).result()
+        self.parents.clear()
+        self.auxiliary.clear()
+        self.closed.clear()
+        self.outcomes.clear()
+        self.computing.clear()
+
+    # In the server's thread
+
+    def start(self, job: AgentJob, spare: deque[int]) -> None:
+        session = Session(secrets.token_urlsafe(16))
+        self.sessions[session.key] = session
+        run = self.runs[session.key] = AgentRun(job, session, spare)
+        play = self.server.loop.create_task(self.play(run))
+        self.plays.add(play)
+        play.add_done_callback(self.plays.discard)
+
+    def take_row(self, session: Session) -> int:
+        run = self.runs[session.key]
+        if not session.dialogues:
+            return run.job.row
+        if not run.spare:
+            raise BadRequest("this conversation continues no earlier one, and no row is left for another")
+        row = run.spare.popleft()
+        self.parents[row] = run.job.row
+        return row
+
+    async def models(self, _: JSON, caller: Caller) -> Payload:
+        self.session_of(caller)
+        card = {"id": MODEL, "object": "model", "owned_by": "lmpo", "max_model_len": self.settings.context}
+        return {"object": "list", "data": [card]}
+
+    async def chat(self, body: JSON, caller: Caller) -> Payload:
+        """Answers a program; sampling is the run's, whatever it asks for."""
+        session, request = self.session_of(caller), read_chat(body)
+        asked = [self.reply_to(session, request, caller.is_retry) for _ in range(request.n)]
+        replies = await asyncio.gather(*asked)
+        said, sampled = [list(column) for column in zip(*replies, strict=True)]
+        return chat_answer(request, said, sampled, MODEL, f"chatcmpl-{session.num_calls}")
+
+    def session_of(self, caller: Caller) -> Session:
+        if caller.key not in self.sessions:
+            raise Denied("the key is none of a program that runs")
+        return self.sessions[caller.key]
+
+    async def play(self, run: AgentRun) -> None:
+        """Runs a program to its end, and publishes its reward."""
+        outcome = Failure("reward_errors", "its program was not run")
+        try:
+            async with self.places:
+                outcome = outcome_of(run.session, await self.report_of(run), self.settings)
+        except TimeoutError:
+            outcome = Failure("reward_errors", "the process that runs its program was lost")
+        finally:
+            self.end(run.session)
+            del self.runs[run.session.key]
+            self.auxiliary |= {each.row for each in run.session.dialogues if each not in run.session.turns}
+            for dialogue in run.session.dialogues[1:]:
+                self.publish(dialogue.row, Ended({}))
+            self.publish(run.job.row, outcome)
+
+    async def report_of(self, run: AgentRun) -> Report:
+        """Has a program run, and returns how it ended. Raises: TimeoutError if the keeper does not say."""
+        settings, number = self.settings, next(self.numbers)
+        variables = passed_variables(os.environ) | {
+            "OPENAI_BASE_URL": f"{self.server.url}/v1",
+            "OPENAI_API_KEY": run.session.key,
+            "OPENAI_MODEL": MODEL,
+            "ROW": json.dumps(run.job.data, default=str),
+            "SEED": str(run.job.seed),
+        }
+        task = Task(number, variables, settings.timeout, int(settings.memory_gb * 2**30))
+        report = self.reports[number] = self.server.loop.create_future()
+        self.write(task._asdict())
+        try:
+            return await asyncio.wait_for(report, settings.timeout + LATE)
+        finally:
+            del self.reports[number]
+            self.write({"stop": number})
+
+    def write(self, message: Mapping[str, JSON]) -> None:
+        self.keeper.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def start_keeper(self) -> str:
+        """Starts the keeper; returns what is wrong with the user's file, if anything."""
+        command = [sys.executable, "-c", KEEPER, str(ROOT), self.settings.command]
+        self.keeper = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            env=passed_variables(os.environ),
+        )  # fmt: skip
+        first = await asyncio.wait_for(self.keeper.stdout.readline(), START)
+        self.reading = asyncio.create_task(self.read_reports())
+        return json.loads(first)["error"] if first else "the process that runs programs did not start"
+
+    async def read_reports(self) -> None:
+        async for line in self.keeper.stdout:
+            report = Report(**json.loads(line))
+            future = self.reports.get(report.number)
+            if future and not future.done():
+                future.set_result(report)
+
+    async def end_all(self) -> None:
+        plays = list(self.plays)
+        for play in plays:
+            play.cancel()
+        await asyncio.gather(*plays, return_exceptions=True)
+
+    async def end_keeper(self) -> None:
+        await self.end_all()
+        self.keeper.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.keeper.wait(), 5)
+        if self.keeper.returncode is None:
+            self.keeper.kill()
+        await self.reading
+        self.keeper._transport.close()  # else it is closed when the loop no longer runs
+
+    def __enter__(self) -> Self:
+        self.server.__enter__()
+        if error := self.server.submit(self.start_keeper()).result():
+            self.__exit__()
+            raise UserError(error)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.server.submit(self.end_keeper()).result(10)
+        self.server.__exit__(None, None, None)
+
+
+def outcome_of(session: Session, report: Report, settings: AgentSettings) -> Ended | Failure:
+    """Returns the reward that a program has printed, or why there is none."""
+    if report.over == OVER_TIME:
+        return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds")
+    if report.over == OVER_MEMORY:
+        return Failure("reward_errors", f"its program took more than {settings.memory_gb:g} GB of memory")
+    if report.status:
+        line = on_one_line(report.line)[:300]
+        return Failure("reward_errors", f"its program ended with status {report.status}: {line}")
+    if not session.dialogues:
+        return Failure("reward_errors", "its program asked for no reply")
+    rewards = read_rewards(report.line)
+    if isinstance(rewards, str):
+        return Failure("reward_errors", rewards)
+    return Ended({"calls": float(session.num_calls), "forks": len(session.turns) - 1.0} | rewards)
+
+
+def read_rewards(line: str) -> dict[str, float] | str:
+    """Returns the rewards in a program's last line; "return" is absent if it prints none. A text: why there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if value is None:
+        return "its program printed null: it has no score"
+    if not isinstance(value, dict | int | float):
+        return {}
+    parts = value if isinstance(value, dict) else {"return": value}
+    if "reward" in parts:
+        parts = {"return": parts.pop("reward"), **parts}
+    if not parts or not all(isinstance(x, int | float) and abs(x) <= MAX_REWARD for x in parts.values()):
+        return f"its program's last line is {line[:200]!r}: it must hold numbers"
+    try:
+        rewards = checked_rewards(parts)
+    except ValueError as error:
+        return str(error)
+    rewards.setdefault("return", sum(rewards.values()))
+    return {"correct_answer": float(rewards["return"] >= 1)} | rewards
