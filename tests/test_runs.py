@@ -21,9 +21,9 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     env = os.environ | {"PYTHON": str(python), "GSM8K_DIR": str(tmp_path)}
     command = ["bash", script, "--seed", "7"]
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    program, *flags = said.stdout.split("python\n")[-1].splitlines()  # what comes before it makes a model or data
+    commands = [command.splitlines() for command in said.stdout.split("python\n")]  # others make data, or evaluate
+    (flags,) = [flags for program, *flags in filter(None, commands) if program == "core/grpo.py"]
     config = parse(Config, flags)
-    assert program == "core/grpo.py"
     assert config.seed == 7
     test_env_name = config.held_out.test_env_name
     assert test_env_name.endswith("-test"), "a result needs held-out problems"

@@ -460,7 +460,7 @@ SUM = {"role": "user", "content": "1 + 1 "}
 
 
 def worker_of(problem: Problem) -> SimpleNamespace:
-    return SimpleNamespace(env=SimpleNamespace(problem=lambda i: problem, max_turns=1), max_new_tokens=9, name="x")
+    return SimpleNamespace(env=SimpleNamespace(problem=lambda i: problem, has_turns=False), max_new_tokens=9, name="x")
 
 
 @pytest.mark.parametrize("template", [None, DEFAULTS], ids=["own", "defaults"])
