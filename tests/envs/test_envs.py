@@ -61,7 +61,8 @@ def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
         }
     elif base_name == "agent":
         pytest.importorskip("uvicorn")
-        options = {"path": str(SAMPLES / "gsm8k" / "train.jsonl"), "prompt": "question", "form": "hash", "agent": "true"}
+        rows = str(SAMPLES / "gsm8k" / "train.jsonl")
+        options = {"path": rows, "prompt": "question", "form": "hash", "agent": "true"}
     elif base_name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
         options = {"datasets": "leg_counting+spell_backward*2(min_word_len=3;max_word_len=6)"}
