@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from bench.common import markdown_table
 from envs.agents.protocol import ChatRequest, Sampled, chat_answer, read_chat
 from envs.agents.server import JSON, Caller, Payload, Server
-from envs.agents.sessions import Asked, Book, Session
+from envs.agents.sessions import Asked, Book, Dialogue, Session
 from envs.base import DIALECTS, Reply
 from models.checkpoint import find_checkpoints
 
@@ -153,10 +153,9 @@ class Script(Book):
         message, sampled = await self.reply_to(session, request, caller.is_retry)
         return chat_answer(request, [message], [sampled], "policy", f"chatcmpl-{session.num_calls}")
 
-    def ask(self, row: int, asked: Asked) -> None:
-        (key,) = [key for key, session in self.sessions.items() if any(each.row == row for each in session.dialogues)]
-        self.asked.append((key, asked))
-        asyncio.get_running_loop().call_soon(self.reply, row, self.next_reply(key, asked.request))
+    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
+        self.asked.append((session.key, asked))
+        asyncio.get_running_loop().call_soon(self.reply, dialogue.row, self.next_reply(session.key, asked.request))
 
     def next_reply(self, key: str, request: ChatRequest) -> Sampled:
         names = {tool["function"]["name"] for tool in request.tools}

@@ -11,7 +11,6 @@ has its best settings on a CPU, as far as known: float32, sdpa attention, micro-
 import argparse
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from envs import make_env, parse_options
+from envs.grading.answers import final_answer
 from envs.grading.numerals import same_number
 
 try:
@@ -38,13 +38,13 @@ except ImportError:  # of the process that runs ours
 
 ROOT = Path(__file__).resolve().parent.parent
 MICROBATCH = 8  # rows
-BOX = re.compile(r"\\boxed\{(.*?)\}")
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **_) -> list[float]:
-    """Returns 1 for each reply whose first box has the right number, as ours."""
-    boxes = map(BOX.search, completions)
-    return [float(box is not None and same_number(right, box[1])) for box, right in zip(boxes, answer, strict=True)]
+    """Returns 1 for each reply whose box has the right number, as ours."""
+    given = [final_answer(text, "boxed") for text in completions]
+    pairs = zip(given, answer, strict=True)
+    return [float(one is not None and same_number(right, one)) for one, right in pairs]
 
 
 class Clock(TrainerCallback):

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from core.chains.agents import AgentConversations, ProgramChain, check_forged
+from core.chains.agents import AgentConversations, ProgramChain
 from core.chains.pages import LaunchedSegment, with_pages
 from core.chains.turns import Observation, Record
-from core.chat.models import ChatModelConfig, load_last
+from core.chat.models import ChatModelConfig, load_last, prompt_styles
 from core.sampler import ChainJob, Sampler, SamplingConfig, make_sampler
 from envs.agents.protocol import (
     BadRequest,
@@ -42,13 +42,14 @@ from envs.agents.protocol import (
     chat_answer,
     completion_answer,
     generate_answer,
+    model_list,
     read_chat,
     read_completion,
     read_generate,
 )
 from envs.agents.server import JSON, Caller, Denied, Payload, Server
 from envs.agents.sessions import FULL, Asked, Book, Dialogue, Session
-from envs.base import DIALECTS, Env, Problem, Step
+from envs.base import DIALECTS, TURN_DIALECTS, Env, Problem
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -77,7 +78,7 @@ class ServeConfig:
     api_key: str = option("", "Key that callers must have; keys that begin with it are sessions of their own")
     context: int = option(4096, "Most tokens of a conversation", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most")
-    dialect: str = option("", "Form of tool calls; empty: as the chat template writes them", ["", "qwen", "json"])
+    dialect: str = option("", "Form of tool calls; empty: as the chat template writes them", ["", *TURN_DIALECTS])
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -124,12 +125,10 @@ class Endpoint(Book):
             owner[0].dialogues.remove(owner[1])
         return free[0]
 
-    def ask(self, row: int, asked: Asked) -> None:
-        dialogue = self.waiting[row]
-        session = next(each for each in self.sessions.values() if dialogue in each.dialogues)
-        self.rows[row] = session, dialogue
-        self.rows.move_to_end(row)
-        super().ask(row, asked)
+    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
+        self.rows[dialogue.row] = session, dialogue
+        self.rows.move_to_end(dialogue.row)
+        super().ask(session, dialogue, asked)
 
     def session_of(self, caller: Caller) -> Session:
         """Returns the session of a caller's key. Raises: Denied for a key that does not begin with --api_key."""
@@ -151,8 +150,7 @@ class Endpoint(Book):
 
     async def models(self, _: JSON, caller: Caller) -> Payload:
         self.session_of(caller)
-        card = {"id": self.name, "object": "model", "owned_by": "lmpo", "max_model_len": self.config.context}
-        return {"object": "list", "data": [card]}
+        return model_list(self.name, self.config.context)
 
     async def chat(self, body: JSON, caller: Caller) -> Payload:
         request = read_chat(body)
@@ -186,12 +184,12 @@ class Endpoint(Book):
 class Served(AgentConversations):
     """What the rows of the cache hold, for the thread that samples."""
 
-    def __init__(self, tokenizer: Tokenizer, host: Endpoint, thinking: bool | None, prefix: str, seed: int):
+    def __init__(self, tokenizer: Tokenizer, host: Endpoint, thinking: bool | None, seed: int):
         self.tokenizer, self.host = tokenizer, host
         self.num_rows, self.num_samples = len(host.rows), 1
         self.env = Env()
         self.env.dialect = next(name for name, dialect in DIALECTS.items() if dialect == host.dialect)
-        self.blank = Problem([], None, thinking=thinking, prefix=prefix)
+        self.blank = Problem([], None, thinking=thinking)
         self.problems, self.episodes = [self.blank] * self.num_rows, [Record(0)] * self.num_rows
         self.asked, self.sampled, self.unasked, self.parents = {}, {}, set(), {}
         self.tokens_per_turn, self.wait = 0, Wait("")
@@ -210,14 +208,9 @@ class Served(AgentConversations):
             raise UserError(FULL)
         return Observation(prompt, begins=True)
 
-    def continued(self, row: int, asked: Asked) -> Observation:
-        """Returns what follows a row's last reply. Raises: UserError if it is too long."""
-        check_forged(self.tokenizer, asked.messages)
-        tokens, episode = self.encode(row, Step(list(asked.messages))), self.episodes[row]
-        if len(tokens) >= episode.num_left:
-            raise UserError(FULL)
-        episode.messages.append(list(asked.messages))
-        return Observation(tokens)
+    def overflow(self, row: int) -> Observation:
+        """Raises UserError: the row stays, and may go on with another request."""
+        raise UserError(FULL)
 
     def key_of(self, row: int, key: UInt32[np.ndarray, "2"]) -> UInt32[np.ndarray, "2"]:
         """Returns a key for a conversation: of the request's seed, or one that no other has."""
@@ -320,8 +313,8 @@ class TokenScorer:
 
     def with_top(self, request: ChatRequest, sampled: Sampled) -> Sampled:
         """Returns a reply with the likeliest candidates of each of its tokens; with `echo`, of the prompt's too."""
-        prompt, ids = sampled.prompt_ids, sampled.ids
-        row, first = [*prompt, *ids], len(prompt)
+        prompt = sampled.prompt_ids
+        row = [*prompt, *sampled.ids]
         tokens = np.zeros((1, bucket(len(row))), np.int32)
         tokens[0, : len(row)] = row
         given = {name: value for name, value in request.sampling._asdict().items() if value is not None}
@@ -330,9 +323,8 @@ class TokenScorer:
         logprobs, values, numbers = jax.tree.map(lambda x: np.asarray(x[0, : len(row)]), found)
         top = [dict(zip(*pair, strict=True)) for pair in zip(numbers.tolist(), values.tolist(), strict=True)]
         if not request.echo:
-            return sampled._replace(top=tuple(top[first:]))
-        start = 0 if request.echo else first
-        return sampled._replace(logprobs=tuple(logprobs[start:].tolist()), top=tuple(top[start:]))
+            return sampled._replace(top=tuple(top[len(prompt) :]))
+        return sampled._replace(logprobs=tuple(logprobs.tolist()), top=tuple(top))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -363,9 +355,8 @@ def main(config: ServeCommand) -> None:
     model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
     context = min(serve.context, model.num_positions)
     serve = replace(serve, context=context)
-    settings = replace(config.sampling, prompt_length=context - 1, num_generation_tokens=context)
-    sampler = make_sampler(settings, model, tokenizer, layout, 1)
-    sampler = replace(sampler, max_new_tokens=context, max_prompt_tokens=context - 1)
+    sampling = replace(config.sampling, prompt_length=context - 1)
+    sampler = replace(make_sampler(sampling, model, tokenizer, layout, 1), max_new_tokens=context)
     sampler = with_pages(sampler, config.sampling.page_size, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     sampler = sampler.on(rollout)
@@ -375,9 +366,9 @@ def main(config: ServeCommand) -> None:
     dialect = serve.dialect or ("qwen" if "<tool_call>" in tokenizer.template else "json")
     scorer = TokenScorer(model, params, tokenizer, sampler.distribution, context)
     name = Path(config.model.ckpt_dir).name
-    thinking = {"on": True, "off": False}.get(config.model.thinking, tokenizer.training_prompts[0])
+    ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     with (endpoint := Endpoint(serve, name, num_rows, dialect, scorer)).server:
-        served = Served(tokenizer, endpoint, thinking, tokenizer.training_prompts[1], config.model.seed)
+        served = Served(tokenizer, endpoint, thinking, config.model.seed)
         chain = ServedChain(served, sampler, sampler.load_weights(params))
         print(f"{name}: http://{serve.host}:{endpoint.server.port}/v1, {num_rows} conversations of up to "
               f"{context:,} tokens, tool calls as {dialect} (Ctrl-C ends)", flush=True)  # fmt: skip

@@ -115,6 +115,7 @@ class AgentSettings(NamedTuple):
     context: int = 0  # tokens of a row, which the endpoint reports
 
 
+TURN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if not dialect.is_inline)  # results are messages
 INLINE = "inline"  # role of a result that is written behind a call, between the dialect's markers
 
 

@@ -115,10 +115,9 @@ class ProgramChain(TurnChain):
         counts, has_stop = super().turn_ends(rows, starts, counts, tokens)
         for i, row in enumerate(rows.tolist()):
             if stops := self.environment.stops(self.number(row)):
-                said = self.drawn.tokens[row, self.turn_starts[row] : starts[i]]
-                turn = np.append(said, tokens[i, : counts[i]])
-                stop = replace(self.sampler, stop_strings=stops).completion_end(turn, len(said), len(turn))
-                counts[i], has_stop[i] = (stop - len(said), True) if stop else (counts[i], has_stop[i])
+                sampler = replace(self.sampler, stop_strings=stops)
+                if end := self.text_end(sampler, row, starts[i], tokens[i, : counts[i]]):
+                    counts[i], has_stop[i] = end, True
         return counts, has_stop
 
     def end_turn(self, row: int, is_cut_off: bool) -> None:
@@ -166,8 +165,7 @@ class AgentConversations(Conversations):
             self.problems += [self.problems[0]] * num_forks
             self.task_ids += [0] * num_forks
             self.episodes += [Record(0) for _ in forks]
-        own = [(row, self.env.columns_of(self.problems[row]), self.episodes[row].game) for row in rows.tolist()]
-        jobs = [AgentJob(*each) for each in own]
+        jobs = [AgentJob(row, self.problems[row].answer, self.episodes[row].game) for row in rows.tolist()]
         self.host.begin(jobs, deque(forks.tolist()))
         return forks
 
@@ -237,6 +235,10 @@ class AgentConversations(Conversations):
         if len(tokens) < episode.num_left:
             episode.messages.append(list(asked.messages))
             return Observation(tokens)
+        return self.overflow(row)
+
+    def overflow(self, row: int) -> Observation:
+        """Returns the end of a row whose program asks for more than fits."""
         self.host.close([row])
         return self.over(row, "max_tokens")
 

@@ -531,13 +531,16 @@ class PagedChain:
         if not sampler.stop_strings:
             ends = sampler.completion_ends(np.where(np.arange(num_steps) < counts[:, None], tokens, -1), 0, num_steps)
             return np.where(ends, ends, counts), ends > 0
-        ends = np.zeros(len(rows), int)
-        for i, row in enumerate(rows.tolist()):
-            said = self.drawn.tokens[row, self.turn_starts[row] : starts[i]]
-            turn = np.append(said, tokens[i, : counts[i]])
-            stop = sampler.completion_end(turn, len(said), len(turn))
-            ends[i] = stop - len(said) if stop else 0
+        found = [self.text_end(sampler, row, starts[i], tokens[i, : counts[i]]) for i, row in enumerate(rows.tolist())]
+        ends = np.array(found, int)
         return np.where(ends, ends, counts), ends > 0
+
+    def text_end(self, sampler: Sampler, row: int, start: int, tokens: Int[np.ndarray, "n"]) -> int:
+        """Returns how many of the tokens, from column `start` on, belong to a turn that ends in them; 0: it goes on."""
+        said = self.drawn.tokens[row, self.turn_starts[row] : start]
+        turn = np.append(said, tokens)
+        stop = sampler.completion_end(turn, len(said), len(turn))
+        return stop - len(said) if stop else 0
 
     def forget_launched(self, row: int) -> None:
         """Takes a row back to its known tokens: tokens that were launched after them do not belong to it."""

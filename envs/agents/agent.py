@@ -7,12 +7,9 @@ a number, an object of parts, or null if it has none. If that line is no JSON, t
 or the column `answer`. `--agent FILE.py:FUNCTION` calls a function with the row instead.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from envs.agents.keeper import is_function
 from envs.agents.server import check_packages
-from envs.base import AgentSettings, Problem, check_choice
+from envs.base import TURN_DIALECTS, AgentSettings, Problem, check_choice
 from envs.own.adapters import Played
 from envs.own.dataset import Dataset
 from envs.own_code import code_files
@@ -46,7 +43,7 @@ class Agent(Dataset):
         if not agent:
             raise UserError('the environment agent needs a program: --agent "python my_agent.py", or FILE.py:FUNCTION')
         check_packages("the environment agent")
-        check_choice("dialect", dialect, ("qwen", "json"))
+        check_choice("dialect", dialect, TURN_DIALECTS)
         if agent_processes < 0 or min(timeout, max_model_calls, memory) <= 0:
             raise UserError("agent needs agent_processes >= 0, and timeout, max_model_calls, memory above 0")
         super().__init__(
@@ -63,10 +60,6 @@ class Agent(Dataset):
             memory_gb=memory,
             dialect=dialect,
         )
-
-    def columns_of(self, problem: Problem) -> Mapping[str, Any]:
-        """Returns the row that a program gets."""
-        return problem.answer
 
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:
         """Returns the rewards of a program's last reply; `unscored` if nothing says what they are."""

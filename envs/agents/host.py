@@ -14,18 +14,17 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task
-from envs.agents.protocol import BadRequest, chat_answer, read_chat
-from envs.agents.server import Caller, Denied, Payload, Server
+from envs.agents.protocol import BadRequest, chat_answer, model_list, read_chat
+from envs.agents.server import JSON, Caller, Denied, Payload, Server
 from envs.agents.sessions import Book, Ended, Session
 from envs.base import DIALECTS, AgentSettings
 from envs.own_code import ROOT, passed_variables
 from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
 from utils.settings.errors import UserError, on_one_line
 
-JSON = Any
 MODEL = "policy"  # its name at the endpoint
 START = 120  # seconds that the import of the user's file may take
 LATE = 30  # seconds behind a program's time limit, in which its report must have come
@@ -107,8 +106,7 @@ class AgentHost(Book):
 
     async def models(self, _: JSON, caller: Caller) -> Payload:
         self.session_of(caller)
-        card = {"id": MODEL, "object": "model", "owned_by": "lmpo", "max_model_len": self.settings.context}
-        return {"object": "list", "data": [card]}
+        return model_list(MODEL, self.settings.context)
 
     async def chat(self, body: JSON, caller: Caller) -> Payload:
         """Answers a program; sampling is the run's, whatever it asks for."""

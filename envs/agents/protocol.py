@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ LABELS = (
 NEUTRAL = {  # what a request may ask for only by the value that changes nothing
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "logit_bias": {},
     "response_format": {"type": "text"}, "best_of": 1, "suffix": "", "use_beam_search": False, "ignore_eos": False,
-    "skip_special_tokens": True, "reasoning_effort": None, "modalities": ["text"], "min_tokens": 0, "n": 1,
+    "skip_special_tokens": True, "modalities": ["text"], "min_tokens": 0, "n": 1,
 }  # fmt: skip
 OF_MESSAGES = ("provider_specific_fields", "annotations", "refusal", "index")  # labels that libraries leave there
 MAX_STOPS, MAX_TOP = 16, 20
@@ -61,9 +61,7 @@ class ChatRequest:
     top_logprobs: int = -1  # candidates beside each token; -1: no log-probabilities
     echo: bool = False
     returns_ids: bool = False
-    stream: bool = False
     thinking: bool | None = None  # None: the template's default
-    labels: Mapping[str, JSON] = field(default_factory=dict)
 
 
 class Sampled(NamedTuple):
@@ -109,15 +107,15 @@ class RequestFields:
             raise BadRequest(f"{name} is {shown(value)}: give a whole number")
         return None if value is None else int(value)
 
-    def end(self) -> dict[str, JSON]:
-        """Returns labels. Raises: BadRequest for a field that is not read, unless its value changes nothing."""
-        labels = {name: self.left.pop(name) for name in LABELS if name in self.left}
+    def end(self) -> None:
+        """Raises BadRequest for a field that is not read, unless it is a label, or its value changes nothing."""
         for name, value in self.left.items():
+            if name in LABELS:
+                continue
             if name not in NEUTRAL:
                 raise BadRequest(f"{name} is not supported: leave it out")
             if value != NEUTRAL[name]:
                 raise BadRequest(f"{name} is {shown(value)}, and only {shown(NEUTRAL[name])} is supported")
-        return labels
 
 
 def shown(value: JSON) -> str:
@@ -220,15 +218,16 @@ def read_common(fields: RequestFields) -> dict[str, Any]:
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MAX_STOPS or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(f"stop is {shown(stop)}: give at most {MAX_STOPS} texts")
-    return dict(
+    common = dict(
         sampling=sampling,
         stop=tuple(stop),
         n=fields.whole("n", 1, 128) or 1,
         seed=fields.whole("seed", -(2**63), 2**64),
         returns_ids=fields.take("return_token_ids", bool, False),
-        stream=fields.take("stream", bool, False),
-        labels=fields.end(),
     )
+    fields.take("stream", bool)  # the server reads it
+    fields.end()
+    return common
 
 
 def read_ids(values: JSON) -> tuple[int, ...]:
@@ -351,6 +350,12 @@ def chat_answer(
         choices.append(choice)
     ids = {"prompt_token_ids": list(replies[0].prompt_ids)} if request.returns_ids else {}
     return {"object": "chat.completion", **head(replies, model, number), **ids, "choices": choices}
+
+
+def model_list(name: str, context: int) -> dict[str, JSON]:
+    """Returns the answer of `/v1/models`: one model, with the most tokens of a conversation."""
+    card = {"id": name, "object": "model", "owned_by": "lmpo", "max_model_len": context}
+    return {"object": "list", "data": [card]}
 
 
 def completion_answer(

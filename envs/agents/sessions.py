@@ -33,7 +33,7 @@ class Ended(NamedTuple):
     rewards: Mapping[str, float]
 
 
-@dataclass
+@dataclass(eq=False)
 class Dialogue:
     """A conversation: its row, all messages, and the request that waits for a reply."""
 
@@ -53,7 +53,7 @@ class Dialogue:
         return self.asked == request.messages and self.tools == request.tools
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """The conversations of one key."""
 
@@ -131,12 +131,12 @@ class Book:
         """Returns a row for a new conversation. Raises: BadRequest if there is none."""
         raise NotImplementedError
 
-    def ask(self, row: int, asked: Asked) -> None:
+    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
         """Hands a request to the thread that samples."""
-        if row in self.closed:
-            self.refuse(row, FULL)
+        if dialogue.row in self.closed:
+            self.refuse(dialogue.row, FULL)
         else:
-            self.publish(row, asked)
+            self.publish(dialogue.row, asked)
 
     def publish(self, row: int, outcome: RowOutcome) -> None:
         with self.has_changed:
@@ -165,7 +165,7 @@ class Book:
         dialogue.asked, dialogue.answer = request.messages, None
         pending = dialogue.pending = asyncio.get_running_loop().create_future()
         self.waiting[dialogue.row] = dialogue
-        self.ask(dialogue.row, Asked(request.messages[start:], request, is_new=not start))
+        self.ask(session, dialogue, Asked(request.messages[start:], request, is_new=not start))
         try:
             sampled = await pending
         finally:

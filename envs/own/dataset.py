@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from envs.base import Env, Episode, Problem, Trial, check_choice
+from envs.base import TURN_DIALECTS, Env, Episode, Problem, Trial, check_choice
 from envs.data.files import RawRow
 from envs.data.messages import (
     CONVERSATIONS,
@@ -89,7 +89,7 @@ class Dataset(Env):
         self.adapter = None
         self.tools = ()
         if episode:
-            check_choice("dialect", dialect, ("qwen", "json"))
+            check_choice("dialect", dialect, TURN_DIALECTS)
             settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward)
             self.set_episodes(episode, max_turns, settings)
         tests = None

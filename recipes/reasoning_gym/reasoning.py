@@ -46,7 +46,7 @@ class Entry(dict):
     dataset: Any
 
 
-class Asked:
+class SplitQuestions:
     """The questions of one split of a data set. If there are few, each comes once before any comes again."""
 
     def __init__(self, dataset: Any, split: str):
@@ -102,7 +102,7 @@ class ReasoningGym(Env):
             try:
                 size = 5000 if spec.name in MADE_AT_ONCE else 2**30
                 config = {"seed": self.seed, "size": size} | spec.config
-                self.asked.append(Asked(reasoning_gym.create_dataset(spec.name, **config), split))
+                self.asked.append(SplitQuestions(reasoning_gym.create_dataset(spec.name, **config), split))
             except (ValueError, TypeError, AssertionError, KeyError) as error:
                 raise UserError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
         self.problem(0)  # a data set without questions for this split fails here, not in the middle of a run

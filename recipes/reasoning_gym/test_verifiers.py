@@ -11,7 +11,7 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem
-from recipes.reasoning_gym.reasoning import Asked, ReasoningGym
+from recipes.reasoning_gym.reasoning import ReasoningGym, SplitQuestions
 from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -125,7 +125,7 @@ def questions(name: str, number: int) -> list[Problem]:
     parts = [DatasetSpec(part, 1, {}) for part in sorted(EVALUATED)]
     config = {"datasets": parts} if name == "composite" else {}
     dataset = reasoning_gym.create_dataset(name, seed=1, size=number, **config)
-    asked = Asked(dataset, split="train")
+    asked = SplitQuestions(dataset, split="train")
     return [Problem([], asked.read(position)) for position in range(number)]
 
 

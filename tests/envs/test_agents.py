@@ -194,7 +194,8 @@ class Script(Book):
     def take_row(self, session):
         return self.rows.popleft()
 
-    def ask(self, row, asked):
+    def ask(self, session, dialogue, asked):
+        row = dialogue.row
         self.asked.append((row, asked))
         reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,))
         asyncio.get_running_loop().call_soon(self.reply, row, reply)
