@@ -228,10 +228,11 @@ def test_rewards_that_do_not_return_are_killed(scorer):
 
 
 @pytest.mark.parametrize("text", LYING)
-def test_a_reward_that_lies_about_its_place_is_killed(scorer, text):
+def test_a_reward_that_lies_about_its_place_is_killed(text):
     """It writes into the memory that tells what its process is at, and may blame another reply of its chunk."""
     start = time.monotonic()
-    scores, counts = scorer.score_replies(range(16), ["ok"] * 8 + [text] + ["ok"] * 7)  # chunks of two
+    with Scorer(HOSTILE, num_workers=2, timeout=2) as scorer:  # a busy machine may hold up the others for a second
+        scores, counts = scorer.score_replies(range(16), ["ok"] * 8 + [text] + ["ok"] * 7)  # chunks of two
     failed = [i for i, score in enumerate(scores) if score is None]
     assert len(failed) == 1
     assert text.endswith(" 0") or failed == [8], "0 is a place in the chunk"
