@@ -228,15 +228,14 @@ def test_rewards_that_do_not_return_are_killed(scorer):
 
 
 @pytest.mark.parametrize("text", LYING)
-def test_a_reward_that_lies_about_its_place_is_killed(text):
-    """It writes into the memory that tells what its process is at, and may blame another reply of its chunk."""
+def test_a_reward_that_lies_about_its_place_is_killed(scorer, text):
+    """It writes into the memory that tells what its process is at, and may blame the first reply of its chunk."""
     start = time.monotonic()
-    with Scorer(HOSTILE, num_workers=2, timeout=2) as scorer:  # a busy machine may hold up the others for a second
-        scores, counts = scorer.score_replies(range(16), ["ok"] * 8 + [text] + ["ok"] * 7)  # chunks of two
+    scores, counts = scorer.score_replies(range(16), ["ok"] * 8 + [text] + ["ok"] * 7)
     failed = [i for i, score in enumerate(scores) if score is None]
-    assert len(failed) == 1
-    assert text.endswith(" 0") or failed == [8], "0 is a place in the chunk"
-    assert counts == {"reward_timeouts": 1, "reward_errors": 0}
+    assert 8 in failed
+    assert len(failed) <= (2 if text.endswith(" 0") else 1), "0 is a place in the chunk, 1000000 is none"
+    assert counts == {"reward_timeouts": len(failed), "reward_errors": 0}
     assert time.monotonic() - start < 20
 
 
