@@ -38,7 +38,7 @@ from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
-from core.run.folder import Run, is_due, settings_of_model
+from core.run.folder import STOPPED, Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from core.terms.forks import with_forks
 from core.terms.lengths import with_length_reward
@@ -142,6 +142,7 @@ def train(
         metrics = run.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics)
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
+        is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
             policy = learner.policy(state.params)
             scores, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
@@ -253,6 +254,8 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
 
 def fraction_done(config: Config, worker: RolloutWorker, progress: Progress) -> float:
     """Returns the fraction of the run that is done, of its steps or of its problems under --num_epochs; 1: done."""
+    if STOPPED in progress.memory:  # by a rule of --stop_at
+        return 1.0
     num_problems = config.num_epochs * worker.num_tasks
     by_problems = progress.cursor / num_problems if num_problems else 0.0
     return max(progress.step / config.max_steps, by_problems)

@@ -31,7 +31,7 @@ from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker, evaluate_held_out
 from core.run.card import SFT
 from core.run.fingerprints import NUM_RENDERED, fingerprint_rows, fingerprint_tokens
-from core.run.folder import Run, is_due, settings_of_adapters
+from core.run.folder import STOPPED, Run, is_due, settings_of_adapters
 from core.run.metrics import loss_metrics, row_losses
 from core.sampler import SamplingConfig
 from envs import test_name
@@ -218,7 +218,7 @@ def train(
         run.write_losses(0, losses)
         progress = run.log_start(metrics, examples, state, progress)
 
-    while progress.step < run.last_step:
+    while progress.step < run.last_step and STOPPED not in progress.memory:
         with run.phase("data"):
             end = min(progress.cursor + config.batch_size, config.num_epochs * len(rows) or sys.maxsize)
             numbers = task_numbers(config.seed, len(rows), np.arange(progress.cursor, end))
@@ -232,6 +232,7 @@ def train(
         metrics = run.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / len(rows)}
         metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
+        is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
         if (workers or held_out) and (is_last or is_due(progress.step, config.test_interval)):
             scores, examples, losses = evaluate(config, workers, learner, held_out, state)
             run.write_losses(progress.step, losses)

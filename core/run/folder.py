@@ -36,6 +36,7 @@ from core.run.fingerprints import (
 from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_arrays, transcript
 from envs.base import Env, Problem
+from envs.scoring.scorer import Scorer
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, model_steps, resolve_model_dir, save_model
@@ -65,6 +66,7 @@ from utils.runs.origin import Origin, read_settings, start_of
 from utils.runs.resume import check_settings
 from utils.runs.segments import add_segment, describe_segment
 from utils.runs.shutdown import Signals, Stop
+from utils.runs.stopping import STOPPED, check_rules, metric_names, parse_rules
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
@@ -92,6 +94,7 @@ class EnvironmentWorker(AbstractContextManager, Protocol):
 
     name: str
     env: Env
+    scorer: Scorer
 
     def encode(self, problem: Problem) -> list[int]: ...
 
@@ -159,11 +162,14 @@ class Run:
             resumable = {name for name, known in options.items() if known.resumable}
             file = self.directory / "config.json"
             self.new_settings = check_settings(file, self.settings, self.config.resume, resumable)
+        self.rules = parse_rules(self.config.stop_at)
+        self.keeps_best = self.config.save_best or bool(self.rules)  # by SELECTION_SCORE
         self.keeps_scores = not any(options[name].group in SCORED for name in self.new_settings)
         compare_processes(self.fingerprints, layout)
         if self.checkpoints.steps:
             self.new_data = compare_runs(self.directory / "data.json", self.fingerprints, self.config.resume)
         self.resumed: Progress | None = None
+        self.left_rule = ""  # rule that ended the run before, and that --stop_at does not have now
         self.newest: tuple[TrainState, Progress] | None = None  # lost if it is not saved
         self.num_steps = 0  # of this process
         self.ahead: list[dict] = []  # programs that were compiled ahead, until the first metrics count them
@@ -193,7 +199,11 @@ class Run:
         state, saved = self.checkpoints.restore(state)
         if not saved:
             return state, Progress()
-        self.resumed = Progress(**saved)
+        memory = saved.pop("memory", {})
+        if (rule := memory.get(STOPPED)) and rule not in map(str, self.rules):
+            del memory[STOPPED]
+            self.left_rule = rule
+        self.resumed = Progress(**saved, memory=memory)
         return state, self.resumed
 
     def check_disk(self, state: TrainState) -> None:
@@ -214,6 +224,8 @@ class Run:
         Raises: UserError if the run is resumed, and its prompts are now other tokens.
         """
         self.model, self.tokenizer, self.workers = model, tokenizer, list(workers)
+        if self.rules:
+            self.check_rules()
         prompts = self.fingerprint_prompts()
         if self.resumed:
             self.new_data |= compare_runs(self.directory / "data.json", prompts, self.config.resume, OF_PROMPTS)
@@ -245,6 +257,32 @@ class Run:
                 self.logger.note(resume_step, self.curve, f"--resume force: {describe_segment(segments[-1])}")
         self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
         return self
+
+    def check_rules(self) -> None:
+        """Raises UserError for a rule of --stop_at on a metric that the run does not log."""
+        roles = {settings.label: role for role, settings in self.environments.items()}
+        parts, open_roles = {}, set()
+        for worker in self.workers:
+            truncation = {"truncation"} if worker.env.truncation_penalty else set()
+            parts[roles[worker.name]] = {"return", "correct_answer", *worker.scorer.parts, *truncation}
+            if worker.env.has_turns:
+                open_roles |= {roles[worker.name], "stop"}
+        check_rules(self.rules, metric_names(self.settings, parts), open_roles)
+
+    def met_rule(self, progress: Progress, metrics: Mapping[str, JSON]) -> str:
+        """Returns the first rule of --stop_at that ends the run at this step; empty if none does."""
+        if not self.rules:
+            return ""
+        totals = {"rollout/total_rollouts": progress.num_rollouts, "times/run": self.origin.seconds}
+        rule = next((str(rule) for rule in self.rules if rule.is_met(progress.step, totals | metrics)), "")
+        return self.layout.broadcast(rule)  # processes differ in times
+
+    def stopped(self, progress: Progress, metrics: Mapping[str, JSON]) -> Progress:
+        """Returns the progress, marked as ended if a rule of --stop_at ends the run at its step."""
+        rule = self.met_rule(progress, metrics)
+        if rule and self.logger:
+            self.logger.note(progress.step, self.curve, f"--stop_at {rule} ended the run")
+        return replace(progress, memory=progress.memory | {STOPPED: rule}) if rule else progress
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -395,8 +433,11 @@ class Run:
         """Returns the lines printed at the start: work, environments, rows they left out, and the run folder."""
         verb = "writing to"
         if self.resumed:
-            is_finished = 0 < self.last_step <= self.resumed.step
-            verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step} in"
+            rule = self.resumed.memory.get(STOPPED, "")
+            is_finished = rule or 0 < self.last_step <= self.resumed.step
+            verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step}"
+            verb += f" by --stop_at {rule} (leave the rule out to continue)" * bool(rule)
+            verb += f", at which --stop_at {self.left_rule} had ended the run," * bool(self.left_rule) + " in"
         environments = describe_environments(self.environments.values())
         place = f"{verb} {self.directory}"
         if not (self.directory / "report.html").exists():
@@ -479,9 +520,9 @@ class Run:
         self.log(0, metrics)
         if examples is not None:
             self.write_held_out(0, examples)
-        if self.config.save_best:
+        if self.keeps_best and SELECTION_SCORE in metrics:
             self.save_model("best", state.params, progress)
-        return replace(progress, best=metrics.get(SELECTION_SCORE))
+        return self.stopped(replace(progress, best=metrics.get(SELECTION_SCORE)), metrics)
 
     def end_step(
         self,
@@ -505,11 +546,13 @@ class Run:
         metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
         self.log(step, metrics)
+        progress = self.stopped(progress, metrics)
+        is_last = is_last or STOPPED in progress.memory
         if episodes is not None:
             self.write_rollouts(step, episodes, batch, is_last)
         score = metrics.get(SELECTION_SCORE)
         is_best = score is not None and (progress.best is None or score > progress.best)
-        if self.config.save_best and is_best:
+        if self.keeps_best and is_best:
             progress = replace(progress, best=score)
             self.save_model("best", state.params, progress)
         is_saved = is_last or is_due(step, self.config.save_interval)
@@ -638,7 +681,10 @@ class Run:
         if self.layout.is_main:
             metrics = read_metrics(self.directory / "metrics.jsonl")
             scores = held_out_scores(self.directory / "rollouts")
-            self.print(judge_segment(metrics, scores, self.card.segments)["text"])
+            verdict = judge_segment(metrics, scores, self.card.segments)["text"]
+            if rule := progress.memory.get(STOPPED):
+                verdict += f" --stop_at {rule} ended the run at step {progress.step}."
+            self.print(verdict)
             if made_no_update(metrics):
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")

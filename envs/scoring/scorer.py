@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import groupby, islice
 from multiprocessing.connection import Connection, Pipe, wait
 from operator import itemgetter
@@ -67,6 +67,7 @@ class Scorer:
 
     has_scored = False  # a reply of the run
     takes_groups = False  # all replies to a problem are graded by one call
+    parts: Set[str] = frozenset()  # names of the rewards, as far as the replies that were tried show them
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class Scorer:
     def check_reward(self, jobs: list[Job]) -> None:
         """Raises UserError if all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
         outcomes = ungrouped(jobs, self.request_outcomes(jobs))
+        self.parts = {name for outcome in outcomes for name in parts_of(outcome)}
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if len(failures) == len(outcomes) and self.settings.max_error_share < 1:
             reason = failures[0].reason
@@ -334,6 +336,11 @@ def ungrouped(jobs: Sequence[Job], outcomes: Sequence[Outcome | Outcomes]) -> li
 def of_replies(outcome: Outcome | Outcomes, num_replies: int) -> Outcomes:
     """Returns the outcomes of the replies of a group: one for all is that of each."""
     return outcome if isinstance(outcome, list) else [outcome] * num_replies
+
+
+def parts_of(outcome: Outcome) -> Iterable[str]:
+    """Returns the names of the rewards of a reply, or of what a turn adds to them; none if it failed."""
+    return outcome if isinstance(outcome, dict) else getattr(outcome, "info", ())
 
 
 def blamed(jobs: Sequence[Job | Scored]) -> str:

@@ -524,3 +524,14 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
     assert start == after
     assert end > start + 2
     assert "warning" not in done.stdout + done.stderr
+
+
+def test_run_ends_by_a_rule_of_stop_at(tmp_path, capsys):
+    rows = [{"prompt": f"Use {i} 4.", "completion": str(i)} for i in range(40)]
+    flags = {"data": write(tmp_path / "rows.jsonl", rows)}
+    flags |= {"max_steps": 3, "num_epochs": 0, "batch_size": 4, "test_interval": 0}
+    assert run(tmp_path / "run", **flags, stop_at="1: data/loss>0") == 0
+    assert "--stop_at 1: data/loss>0 ended the run at step 1." in capsys.readouterr().out
+    assert [row["global_step"] for row in records(tmp_path / "run")] == [0, 1]
+    assert run(tmp_path / "run", **flags, stop_at="env/return>1") == 2
+    assert "no metric env/return" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from utils.runs.stopping import parse_rules
 from utils.settings.errors import UserError, check_installed
 from utils.settings.options import option
 
@@ -130,6 +131,13 @@ class RunConfig(SinkConfig):
         "Copy the model with the best held-out return so far, step 0 included, to <save_dir>/best",
         resumable=True,
     )
+    stop_at: str = option(
+        "",
+        "Rules that end the run early, separated by commas: METRIC>=NUMBER (also <=, >, <), or STEP: METRIC<NUMBER, "
+        "which holds from that step on. The model with the best held-out return is kept, as by --save_best. Empty: "
+        "none",
+        resumable=True,
+    )
     save_rollouts: str = option(
         "sample",
         "Rollouts written at each step; sample: two groups; all: all groups, with token ids, masks and "
@@ -143,5 +151,6 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        parse_rules(self.stop_at)
         if min(self.save_interval, self.keep) < 0:
             raise UserError("--save_interval and --keep must not be negative: raise the one that is")
