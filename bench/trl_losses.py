@@ -8,10 +8,12 @@ advantages, masks, denominators and losses are TRL's own code. Exit status 1: so
 Letters: N prompts, G rollouts of each, B = N G rows, T tokens of the longest completion.
 """
 
+import contextlib
 import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +50,11 @@ ABSENT = -np.inf  # marks values that are not compared
 SHARED = {"entropy_coef": 0.0}  # settings of ours
 SEQUENCES = {"loss_normalization": "sequence_mean"}
 WIDE = {"clip_epsilon": 0.2, "clip_epsilon_high": 0.5}  # some completions within, some out on either side
+LUSPO = {"objective": "gspo", "loss_normalization": "constant"}
 UP_TO_5 = {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0}
+PARTS = {"right": 1.0, "form": 0.5, "length": -0.25}  # of the reward, with their weights
+THEIR_GDPO = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [*PARTS.values()]}
+OUR_GDPO = {"advantage": "gdpo", "reward_parts": ",".join(f"{name}={weight}" for name, weight in PARTS.items())}
 THEIR_GSPO = {"importance_sampling_level": "sequence", "epsilon": 0.2, "epsilon_high": 0.5}
 LOSSES = {  # method: settings of TRL, and ours
     "GRPO": ({"loss_type": "grpo"}, SEQUENCES),
@@ -58,12 +64,15 @@ LOSSES = {  # method: settings of TRL, and ours
     "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_epsilon_high": 0.28}),
     "GSPO": ({"loss_type": "grpo"} | THEIR_GSPO, {"objective": "gspo"} | SEQUENCES | WIDE),
     "GSPO, token mean": ({"loss_type": "dapo"} | THEIR_GSPO, {"objective": "gspo"} | WIDE),
+    "LUSPO": ({"loss_type": "luspo"} | THEIR_GSPO, LUSPO | WIDE | {"scale": LIMIT}),  # TRL sums over a completion
     "CISPO": ({"loss_type": "cispo", "epsilon_high": 5.0}, {"objective": "cispo"} | UP_TO_5),
     "SAPO": ({"loss_type": "sapo"}, {"objective": "sapo"} | SEQUENCES),
 }
 
+
 DIFFERENCES = """\
 z-score: TRL divides by std' + 1e-4, std' over G - 1 (normalize_advantages of RLOO: B - 1); ours by std, over G (B).
+GDPO: TRL divides by deviations over G - 1 and B - 1, each + 1e-4; ours by those over G and over the rows that stay.
 equal rewards: TRL keeps such groups, rounding errors / 1e-4 included; ours are 0, and dropped by default: the means
   are then over the rest (TRL's times the shares of rows or tokens), while "constant" stays TRL's "dr_grpo".
 scale_rewards="batch": TRL divides r - mean of the group by the std of all rewards; ours has no such estimator.
@@ -94,13 +103,18 @@ class Trl:
         )  # fmt: skip
         hook = {"rollout_func": self.generate} if method == "GRPO" else {}  # the other trainer has none
         problems = datasets.Dataset.from_list([{"prompt": "?"}])
+        names = list(PARTS) if "reward_weights" in settings else [""]
         self.trainer = getattr(trl, f"{method}Trainer")(
-            str(MODEL), lambda **_: self.rollouts.rewards.tolist(), config, problems, **hook
-        )  # fmt: skip
+            str(MODEL), [self.reward(name) for name in names], config, problems, **hook
+        )
         self.trainer._generate_single_turn = lambda *_: self.generate()["completion_ids"]
         self.trainer._get_per_token_logps_and_entropies = self.logprobs
         self.trainer.current_gradient_accumulation_steps = 1
         self.trainer.model.train()
+
+    def reward(self, part: str) -> Callable[..., list[float]]:
+        """A reward function of the rollouts' rewards, or of a part of them."""
+        return lambda **_: (self.rollouts.reward_parts[part] if part else self.rollouts.rewards).tolist()
 
     def generate(self, *_) -> dict:
         completions, chosen = [[1] * n for n in self.rollouts.lengths], self.rollouts.mask.tolist()
@@ -135,9 +149,14 @@ def random_rollouts(seed: int, limit: int = LIMIT, forced: bool = False) -> tupl
     ref = old + rng.normal(0, 0.4, mask.shape).astype(np.float32)
     rewards = rng.uniform(0, 1, B).astype(np.float32)
     rewards[-G:] = 0.5  # a group without signal
+    parts = {name: rng.integers(0, 3, B).astype(np.float32) for name in PARTS}
+    parts["form"][:G] = 0.1
+    for part in parts.values():
+        part[-G:] = 0.7
     rollouts = Batch(
         tokens=np.ones(mask.shape, int), mask=mask, sample_logprobs=old, rewards=rewards, lengths=lengths,
         prompt_lengths=np.zeros(B, int), row=np.arange(B), old_logprobs=old, ref_logprobs=ref, group_size=G,
+        reward_parts=parts,
     )  # fmt: skip
     return rollouts, old + rng.uniform(-1.2, 2, mask.shape).astype(np.float32)
 
@@ -188,17 +207,35 @@ def losses(folder: str):
     yield "RLOO", f"loss at ratio 1, ours x {LIMIT}", found
 
 
+@contextlib.contextmanager
+def deviation_of_ours() -> Iterator[None]:
+    """Makes TRL divide by the deviation over all numbers, without its 1e-4; by 1 if all are equal."""
+    module, theirs = trl.trainer.grpo_trainer, trl.trainer.grpo_trainer.nanstd
+
+    def nanstd(x: "torch.Tensor", **options) -> "torch.Tensor":
+        deviation = x.std(correction=0, **options)
+        return torch.where(deviation > 1e-6, deviation, 1.0) - 1e-4
+
+    module.nanstd = nanstd
+    try:
+        yield
+    finally:
+        module.nanstd = theirs
+
+
 def advantages_alone(folder: str):
     """(method, what is compared, |difference| for each batch); a z-score of ours is turned into one of TRL's."""
     for name, what, theirs, ours in (
         ("GRPO", "advantages, ours x std / (std' + 1e-4)", {}, {}),
+        ("GDPO", "advantages, TRL's deviation as ours", THEIR_GDPO, OUR_GDPO),
         ("Dr. GRPO", "advantages", {"scale_rewards": "none"}, {"advantage": "group_mean"}),
         ("RLOO", "advantages", {"beta": 0.0}, {"advantage": "rloo"}),
         ("RLOO", f"advantages, {BETA} k1", {"beta": BETA}, {"advantage": "rloo", "kl_coef": BETA, "kl_in": "reward"}),
     ):
         trainer, found = Trl("RLOO" if name == "RLOO" else "GRPO", folder, **theirs), []
         for rollouts, new in map(random_rollouts, SEEDS):
-            trainer(rollouts, new)
+            with deviation_of_ours() if theirs == THEIR_GDPO else contextlib.nullcontext():
+                trainer(rollouts, new)
             expected = compute_advantages(rollouts, objective_of(do_group_filter=False, **SHARED, **ours)).advantages
             if not ours:
                 groups = rollouts.rewards.reshape(N, G)

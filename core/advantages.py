@@ -18,6 +18,7 @@ from core.terms.corrections import CorrectionConfig
 from core.terms.critic import CriticConfig, generalized_advantages
 from core.terms.forks import follow_parents
 from core.terms.reference import KLConfig, kl_penalty
+from core.terms.reward_parts import PartsConfig, by_part, check_parts, part_rewards
 from core.terms.shaping import ShapingConfig, shape_advantages
 from core.terms.turn_rewards import by_turn, turn_returns
 from utils.batching import select_rows
@@ -108,12 +109,13 @@ GROUP_ADVANTAGES = {
     "reinforce++_baseline": whitened_group_mean,
     "best_k": best_k,
 }
-# These compare the turns of the same number in a group.
+# These compare the turns of the same number in a group, or each part of the reward.
 TURN_ADVANTAGES = {"turn_mean": by_turn(group_mean), "turn_zscore": by_turn(group_zscore)}
+PART_ADVANTAGES = {"gdpo": by_part(group_zscore)}
 # These do not compare within a group, so groups of one work. The group filter drops only groups of reinforce whose
 # rewards are all 0.
 BATCH_ADVANTAGES = {"none": no_advantage, "reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
-ADVANTAGES = GROUP_ADVANTAGES | TURN_ADVANTAGES | BATCH_ADVANTAGES
+ADVANTAGES = GROUP_ADVANTAGES | TURN_ADVANTAGES | PART_ADVANTAGES | BATCH_ADVANTAGES
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class ObjectiveConfig:
         "right or wrong)",
     )
     do_truncation_filter: bool = option(False, "Leave out completions truncated at --num_generation_tokens")
+    parts: PartsConfig = group(PartsConfig)
     shaping: ShapingConfig = group(ShapingConfig)
     policy: PolicyConfig = group(PolicyConfig)
     corrections: CorrectionConfig = group(CorrectionConfig)
@@ -136,10 +139,12 @@ class ObjectiveConfig:
     critic: CriticConfig = group(CriticConfig)
 
     def __post_init__(self):
+        check_parts(self.parts, self.advantage)
         refuse([
             (self.policy.objective == "dppo" and self.corrections.is_corrected,
              "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
-            (self.advantage in TURN_ADVANTAGES and (self.has_kl_in_reward or self.shaping.do_global_normalization),
+            (self.advantage in TURN_ADVANTAGES | PART_ADVANTAGES
+             and (self.has_kl_in_reward or self.shaping.do_global_normalization),
              f"--advantage {self.advantage} works without --kl_in reward and --do_global_normalization only: leave "
              "them out"),
             (self.best_k < 1, f"--best_k {self.best_k} must be at least 1: raise it"),
@@ -177,10 +182,12 @@ class ObjectiveConfig:
 
 
 def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "K N G"]:
-    """Returns the rewards that the method compares: K = 1, or those from each of K turns on."""
+    """Returns the rewards that the method compares: K = 1, those from each of K turns on, or those of K parts."""
     rewards = np.float32(batch.rewards)[None]
     if config.advantage in TURN_ADVANTAGES and batch.token_rewards is not None:
         rewards = turn_returns(batch)
+    if config.advantage in PART_ADVANTAGES:
+        rewards = part_rewards(batch, config.parts)
     return rewards.reshape(len(rewards), -1, batch.group_size)
 
 
@@ -228,5 +235,5 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     if config.shaping != ShapingConfig():
         shaped = shape_advantages(shaped, signal, kept, batch, config.shaping)
     advantages = np.float32(np.where(batch.mask & signal[:, None], shaped, 0))
-    batch = replace(batch, advantages=advantages, returns=returns, token_rewards=None)
+    batch = replace(batch, advantages=advantages, returns=returns, token_rewards=None, reward_parts={})
     return select_rows(batch, np.flatnonzero(kept))

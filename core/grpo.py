@@ -81,7 +81,7 @@ def main(config: Config) -> None:
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
-        notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params)]
+        notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params, workers["env"])]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         workers = with_few_shapes(workers)
         run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
@@ -220,7 +220,7 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
-    """True for groups that can teach, by what --advantage compares: rewards [1, N, G], or of K turns [K, N, G]."""
+    """True for groups that can teach, by what --advantage compares: rewards [K, N, G], of K turns or parts if K > 1."""
     rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
     return has_signal(rewards, config.objective).any(axis=0)
 
@@ -247,6 +247,7 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         routes=completions.routes,
         row=np.arange(len(episodes)),
         token_rewards=token_rewards(episodes, rewards) if episodes.turn_rewards else None,
+        reward_parts=episodes.scores if config.objective.parts.reward_parts else {},
         extras=episodes.extras,
         group_size=config.update.group_size,
     )

@@ -128,6 +128,7 @@ class Batch:
     routes: Int[Array, "B T L k"] | None = None  # experts that computed the sample, from 1 on; 0, None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
     token_rewards: Float[Array, "B T"] | None = None  # reward of a turn at its last token; None: single replies
+    reward_parts: dict[str, Float[Array, "B"]] = field(default_factory=dict)  # for --advantage gdpo, by name
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
     ref_logprobs: Float[Array, "B T"] | None = None  # nats, under the reference model
     values: Float[Array, "B T"] | None = None  # the critic's, for the state in which the token was chosen

@@ -133,7 +133,8 @@ class Member:
         run, learner, workers = self.run, self.learner, self.workers
         try:
             with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
-                run.print(*run.notes, *workers["env"].notes, *training_notes(self.config, learner, self.state.params))
+                notes = training_notes(self.config, learner, self.state.params, workers["env"])
+                run.print(*run.notes, *workers["env"].notes, *notes)
                 rollouts = Rollouts(self.config, workers["env"], learner)
                 train(self.config, run, workers, rollouts, learner, self.state, self.progress)
         except SystemExit as end:

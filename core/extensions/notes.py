@@ -3,21 +3,27 @@
 from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
+from core.rollout import RolloutWorker
+from envs.scoring.trial import tried_parts
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
 from models.speed import limits_of
+from utils.settings.errors import UserError
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
 UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
 
 
-def training_notes(config: Config, learner: Learner, params: Params | Adapters) -> list[str]:
-    """Returns a line for each decision about memory, loss, optimizer and rollouts."""
+def training_notes(
+    config: Config, learner: Learner, params: Params | Adapters, worker: RolloutWorker
+) -> list[str]:
+    """Returns a line for each decision about memory, loss, optimizer and rollouts. Raises: as `describe_parts`."""
     notes = (
         *learner.notes,
         describe_objective(config.objective),
+        describe_parts(config, worker),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
         describe_adapters(config, learner.model, bool(learner.base)),
@@ -36,8 +42,9 @@ def describe_objective(config: ObjectiveConfig) -> str:
         text += f" (clip_epsilon {loss.clip_epsilon:g}, {loss.clip_epsilon_high:g})"
     if policy.objective == "ppo" and policy.dual_clip:
         text += f", at most -{policy.dual_clip:g} A where A < 0"
-    if policy.objective == "gspo" and policy.loss_normalization != "sequence_mean":
-        text += " (GSPO is that of sequence_mean only)"
+    if policy.objective == "gspo":
+        names = {"constant": " (LUSPO)", "token_mean": " (GSPO is that of sequence_mean only)"}
+        text += names.get(policy.loss_normalization, "")
     if corrections.importance_correction == "truncate":
         text += f", x min(w, {corrections.importance_cap:g}) by {corrections.importance_level}"
     if corrections.importance_correction == "mask":
@@ -69,6 +76,28 @@ def describe_objective(config: ObjectiveConfig) -> str:
     if config.has_critic and config.critic.value_clip:
         text += f"; values move by at most {config.critic.value_clip:g}"
     return text
+
+
+def describe_parts(config: Config, worker: RolloutWorker) -> str:
+    """Returns in one line the parts of the reward that gdpo compares.
+
+    Raises: UserError for a part that no reward has, when replies to the first problems are tried.
+    """
+    weights = config.objective.parts.weights
+    if not weights:
+        return ""
+    found = tried_parts(worker.scorer, worker.env)
+    if found:
+        found |= {"return", "correct_answer"} | ({"length_reward"} if config.rewards.length_reward else set())
+        found |= {"truncation"} if worker.env.truncation_penalty else set()
+    for name in weights:
+        if found and name not in found:
+            raise UserError(
+                f"--reward_parts {name}={weights[name]:g}: no reward of {worker.name} has this part: name some of "
+                f"{', '.join(sorted(found))}"
+            )
+    parts = [f"{weight:g} x {name}" for name, weight in weights.items()]
+    return f"A sums z-scores of {' + '.join(parts)}, and is normalized over the batch"
 
 
 def describe_ahead(config: Config) -> str:

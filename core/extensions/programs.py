@@ -283,6 +283,7 @@ def zero_batch(learner: Learner, shape: MicrobatchShape) -> tuple[Batch, Packing
         "routes": model.num_experts > 0,
         "row": False,
         "token_rewards": False,
+        "reward_parts": False,
         "parents": False,
         "entropies": False,
         "old_logprobs": learner.has_old_logprobs or config.trusts_sampler,

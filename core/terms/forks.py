@@ -31,6 +31,7 @@ def with_forks(batch: Batch, forks: Sequence[Completions | None]) -> Batch:
         routes=new.routes,
         row=np.asarray(batch.row)[parents],
         token_rewards=None if batch.token_rewards is None else np.zeros(new.tokens.shape, np.float32),
+        reward_parts={name: np.full(len(parents), np.nan, np.float32) for name in batch.reward_parts},
         parents=parents,
         extras=new.extras,
         group_size=batch.group_size,
@@ -52,5 +53,5 @@ def follow_parents(batch: Batch, compute: Callable[[Batch], Batch]) -> Batch:
     places = np.array([kept[row] for row in forks.row.tolist()])
     last = whole.mask.shape[1] - 1 - whole.mask[:, ::-1].argmax(axis=1)
     advantages = np.where(forks.mask, whole.advantages[places, last[places]][:, None], 0)
-    forks = replace(forks, advantages=np.float32(advantages), token_rewards=None, parents=None)
+    forks = replace(forks, advantages=np.float32(advantages), token_rewards=None, reward_parts={}, parents=None)
     return concatenate([whole, forks])

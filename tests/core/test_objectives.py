@@ -39,7 +39,8 @@ SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of t
 objective_of = functools.partial(make_config, ObjectiveConfig)  # settings of flat options
 OPTIONS = options_of(ObjectiveConfig)
 CHOICES = {name: OPTIONS[name].choices for name in ("advantage", "objective", "loss_normalization")}
-CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
+# See "Turns of episodes", and terms/test_reward_parts.py.
+CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_" and name != "gdpo"]
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
 KL = {
@@ -759,7 +760,8 @@ READ = {  # what a loss or an advantage reads, of a clip from 0.8 to 1.28 and a 
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_description_has_names_and_numbers_and_nothing_unread(objective, normalization):
     numbers = READ.get(objective, " (clip_epsilon 0.2, 0.28)")
-    warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
+    names = {"constant": " (LUSPO)", "token_mean": " (GSPO is that of sequence_mean only)"}
+    warning = names.get(normalization, "") if objective == "gspo" else ""
     for advantage in CHOICES["advantage"]:
         config = objective_of(
             objective=objective,
