@@ -6,12 +6,15 @@ Run it after a commit: it applies the diffs to the files of HEAD.
 """
 
 import json
+import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 if __name__ == "__main__":  # this repository, wherever the command is given
@@ -61,10 +64,10 @@ def test_the_table_has_the_size_of_each_fork():
     page = PAGE.read_text(encoding="utf-8")
     table = {name: (int(files), int(lines)) for name, _, files, lines in ROW.findall(page)}
     assert table == {name: size(diff) for name, diff in forks(page).items()}, "python tests/test_forks.py counts anew"
-    ten = {name[0]: counts for name, counts in table.items() if name[1] == "."}
-    assert "".join(ten) == "abcdefghij"
-    assert all(files <= 2 + (name == "d") and lines <= 15 for name, (files, lines) in ten.items())
-    all_files, all_lines = map(sum, zip(*ten.values(), strict=True))
+    all_forks = {name[0]: counts for name, counts in table.items() if name[1] == "."}
+    assert "".join(all_forks) == "abcdefghijk"
+    assert all(files <= 2 + (name == "d") and lines <= 15 for name, (files, lines) in all_forks.items())
+    all_files, all_lines = map(sum, zip(*all_forks.values(), strict=True))
     assert all_files <= 18
     assert all_lines <= 130
 
@@ -193,12 +196,15 @@ def supervised(run: Outcome) -> None:
 
 
 def controller(run: Outcome) -> None:
-    """The coefficient moves in each step, and the update is not compiled for it."""
-    coefficient = 0.001
+    """The coefficient follows the rule, is applied below the target alone, and the update is not compiled for it."""
+    coefficient, entropy = 0.0, np.inf
     for metrics in run.metrics[1:]:
-        assert metrics["entropy_coef"] == pytest.approx(coefficient)
-        coefficient = max(1e-6, coefficient + 0.01 * (0.5 - metrics["entropy"]))
-    assert len({metrics["entropy_coef"] for metrics in run.metrics[1:]}) == STEPS
+        applied = coefficient if entropy <= 0.2 else 0.0
+        assert metrics["entropy_coef"] == pytest.approx(applied)
+        assert metrics["entropy_loss"] == pytest.approx(-max(applied, 1e-9) * metrics["entropy"], rel=1e-4)
+        entropy = metrics["entropy"]
+        coefficient = min(max(coefficient + (0.005 if entropy <= 0.2 else -0.005), 0.0), 1.0)
+    assert len({metrics["entropy_coef"] for metrics in run.metrics[1:]}) > 1
     programs = map(json.loads, (run.folder / "programs.jsonl").read_text().splitlines())
     assert {program["num_steps"] for program in programs if "accumulate" in program["program"]} == {0}
 
@@ -228,6 +234,26 @@ def distillation(run: Outcome) -> None:
         np.testing.assert_allclose(row["advantage"], gain[i][arrays["mask"][i]], atol=1e-3)
 
 
+def sequence_weights(run: Outcome) -> None:
+    """The fork's own function against a loop in float64, for ratios near 1 and far from it; and a run by it."""
+    vespo = runpy.run_path(str(run.root / "core" / "objectives.py"))["vespo"]
+    assert json.loads((run.folder / "config.json").read_text())["objective"] == "vespo"
+    assert run.metrics[1]["clip_fraction"] == 0
+    rng = np.random.default_rng(0)
+    for size in (0.1, 1.0, 30.0):
+        old = rng.normal(-2, 0.5, (6, 5))
+        new = old + rng.normal(0, size, old.shape)
+        signs = np.tile([[1.0], [-1.0]], (3, 5)) * rng.uniform(0.5, 2, (6, 1))
+        batch = SimpleNamespace(advantages=np.float32(signs), old_logprobs=np.float32(old))
+        found, _ = vespo(np.float32(new), batch, None)
+        for i, row in enumerate(found):
+            total = sum(min(max(float(x), -20.0), 20.0) for x in np.float32(new)[i] - np.float32(old)[i])
+            log_w = min(max(total, math.log(1e-8)), 20.0)
+            k, c = (2, 3) if signs[i, 0] >= 0 else (3, 2)
+            weight = math.exp(c + k * log_w - c * math.exp(log_w))
+            np.testing.assert_allclose(row, -weight * signs[i] * new[i], rtol=1e-3 * max(1, size), atol=1e-30)
+
+
 CASES = {  # check, flags, whether it has state, which is killed and resumed
     "a": (baseline, POEM | {"advantage": "reinforce"}, True),
     "b": (bonus, DEMO, False),
@@ -239,6 +265,7 @@ CASES = {  # check, flags, whether it has state, which is killed and resumed
     "h": (ratios, DEMO, False),
     "i": (average, DEMO, True),
     "j": (distillation, DEMO, False),
+    "k": (sequence_weights, DEMO | {"objective": "vespo", "ppo_epochs": 2}, False),
 }
 
 
