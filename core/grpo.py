@@ -141,6 +141,8 @@ def train(
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics)
+        if is_due(step, config.objective.kl.kl_every):
+            metrics["kl"] = learner.kl_to_reference(rollout_batch(episodes, config))
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):

@@ -34,10 +34,24 @@ class KLConfig:
         ["loss", "reward"],
     )
 
+    kl_every: int = option(
+        0,
+        "Steps between two measurements of the KL divergence from the reference model, which is logged as kl. It is "
+        "computed from all rollouts of a step, by k3, and no loss reads it; 0: none",
+        resumable=True,
+    )
+
     def __post_init__(self):
         refuse([
             (self.kl_coef < 0, f"--kl_coef {self.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
+            (self.kl_every < 0, f"--kl_every {self.kl_every} must not be negative: raise it, or give 0 for none"),
+            (self.kl_coef > 0 and self.kl_every > 0,
+             "--kl_coef logs kl at each step already: leave out --kl_every"),
         ])  # fmt: skip
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_every > 0
 
 
 def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> Policy:
@@ -56,6 +70,15 @@ def reference_kl(logprobs: Float[Array, "B T"], batch: Batch) -> Float[Array, "B
     """Returns an estimate of KL(p || p_ref) at each token, nats: k3 of joschu.net/blog/kl-approx.html."""
     x = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
     return jnp.exp(-x) + x - 1
+
+
+def sampled_kl(batch: Batch, ref_logprobs: Float[np.ndarray, "B T"]) -> float:
+    """Returns an estimate of KL(p || p_ref), p the policy that sampled: the mean of k3 over its tokens, nats.
+
+    0 if it sampled no token.
+    """
+    x = np.float64(batch.sample_logprobs[batch.mask]) - ref_logprobs[batch.mask]
+    return float(np.mean(np.exp(-x) + x - 1)) if x.size else 0.0
 
 
 def kl_penalty(batch: Batch, config: KLConfig) -> Float[np.ndarray, "B T"]:

@@ -35,6 +35,7 @@ METRICS = {  # names of single numbers, by the setting without which they are no
     ),
     "ahead": "rollout/staleness times/rollout_ahead",
     "kl_coef": "kl",
+    "kl_every": "kl",
     "length_reward": "env/length_reward",
     "has_critic": "value/loss value/explained_variance value/explained_variance_of_reward",
     "teacher": "distill/loss distill/divergence distill/teacher_logprob distill/rows_not_taught distill/cut_off",
