@@ -12,7 +12,7 @@ from models.speed import limits_of
 from utils.settings.errors import UserError
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
-SMALL = 10**8  # parameters; smaller models take higher rates
+SMALL, HIGH_RATE = 50 * 10**6, 1e-5  # full training of more parameters at a higher rate gets a warning
 UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
 
 
@@ -26,7 +26,7 @@ def training_notes(
         describe_parts(config, worker),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
-        describe_adapters(config, learner.model, bool(learner.base)),
+        describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
         describe_limits(learner),
@@ -126,12 +126,23 @@ def describe_padding(num_rows: int, shards: int) -> str:
     )
 
 
-def describe_adapters(config: Config, model: Decoder, has_base: bool) -> str:
-    """Returns in one line how adapters are sampled, and whether the learning rate fits what is trained."""
+def warn_of_rate(config: Config, model: Decoder) -> str:
+    """Returns a warning if the learning rate is high for training all parameters of a model of this size; or nothing.
+
+    Source of the figures: github.com/jjyaoao/HelloAgents/issues/107, 500 problems, greedy.
+    """
+    if config.optimizer.lr <= HIGH_RATE or model.num_parameters <= SMALL:
+        return ""
+    return (
+        f"warning: --lr {config.optimizer.lr:g} is high for training all {model.num_parameters:,} parameters, and a "
+        "policy may collapse: in HelloAgents' GRPO of Qwen3-0.6B, 5e-5 took GSM8K from 57.0% to 2.4%, even with "
+        "adapters, and 1e-6 was stable: lower --lr to 1e-6"
+    )
+
+
+def describe_adapters(config: Config, model: Decoder) -> str:
+    """Returns in one line how adapters are sampled, and whether the learning rate fits them."""
     lr = config.optimizer.lr
-    if not has_base:
-        is_fast = lr >= FULL_RATES * 10 and model.num_parameters > SMALL
-        return f"--lr {lr:g} fits adapters: full training takes about a tenth" if is_fast else ""
     sampled = "from a copy with them added" if model.merges_adapters else "beside the base"
     dtype = model.base_dtype or model.dtype
     sizes = f"rank {model.lora_rank} and alpha {model.lora_alpha:g}"
