@@ -30,7 +30,8 @@ def main() -> None:
         prompt = tokenizer(row["prompt"], return_tensors="pt", add_special_tokens=False)
         settings = dict(do_sample=False, repetition_penalty=1.0, temperature=None, top_p=None, top_k=None)
         tokens = model.generate(**prompt, **settings, max_new_tokens=options.limit)[0, prompt.input_ids.shape[1] :]
-        theirs, ours = tokenizer.decode(tokens, skip_special_tokens=True), row["completions"][0]["text"].removeprefix(options.prefix)
+        theirs = tokenizer.decode(tokens, skip_special_tokens=True)
+        ours = row["completions"][0]["text"].removeprefix(options.prefix)
         num_equal += theirs == ours
         if theirs != ours:
             print(f"task {row['task']}:\n  ours   {ours!r}\n  theirs {theirs!r}", flush=True)
