@@ -100,6 +100,7 @@ class SFTConfig:
     devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
+    group_size = 1  # rows of an example, which are adjacent: two of a pair in core/dpo.py
     update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # the learner reads them
     objective = make_config(ObjectiveConfig, objective="reinforce", advantage="reinforce", entropy_coef=0.0)
 
@@ -117,15 +118,16 @@ class SFTConfig:
     @property
     def num_tests(self) -> int | None:
         """Held-out rows of an evaluation at most; None: all."""
-        return {-1: 512, 0: None}.get(self.eval.num_eval_tasks, self.eval.num_eval_tasks)
+        num_examples = {-1: 512}.get(self.eval.num_eval_tasks, self.eval.num_eval_tasks)
+        return num_examples * self.group_size or None
 
     @property
     def minibatch_size(self) -> int:
-        return self.batch_size
+        return self.batch_size * self.group_size
 
     def num_steps(self, num_rows: int) -> int:
         """Returns the steps of a run on this many rows."""
-        by_epochs = -(-self.num_epochs * num_rows // self.batch_size) or math.inf
+        by_epochs = -(-self.num_epochs * num_rows // self.minibatch_size) or math.inf
         return min(by_epochs, self.max_steps or by_epochs)
 
     @property
@@ -137,6 +139,7 @@ class SftRun(Run):
     """A run without rollouts."""
 
     command, curve, last_step = SFT, "data/loss", 0
+    read, example = staticmethod(read_written), "row"  # reads the data; what a step has --batch_size of
     tests: Sequence[Messages] = ()  # held-out conversations
     rows: Sequence[Conversation] = ()
 
@@ -157,16 +160,27 @@ class SftRun(Run):
         return super().fingerprint_prompts() | {"tokens of the first rows": fingerprint_tokens(rows)}
 
     def describe_work(self) -> list[str]:
-        return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], 'row')}"]
+        return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], self.example)}"]
+
+    def weigh(self, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Returns the batch with the advantages by which it is learned, and metrics of it."""
+        return batch, {}
+
+    def measure(
+        self, learner: Learner, state: TrainState, batch: Batch
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Returns metrics of held-out rows, and the arrays of their losses."""
+        logprobs = learner.compute_outputs(learner.policy(state.params), batch).logprobs
+        return loss_metrics(logprobs, batch.mask), row_losses(logprobs, batch.mask)
 
     def saved_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of saved models, with the prompts and stop tokens of training."""
         return self.tokenizer.with_generation({}).with_training_prompts(self.environments["env"].env.thinking, "")
 
 
-def main(config: SFTConfig) -> None:
+def main(config: SFTConfig, run_class: type[SftRun] = SftRun) -> None:
     layout = make_layout(config.devices, config.model_dir)
-    data, tests = read_written(config.data)
+    data, tests = run_class.read(config.data)
     played = {}
     if config.env.env_name:
         check_files(config.env, [config.env.env_name])
@@ -176,7 +190,7 @@ def main(config: SFTConfig) -> None:
             config.env, [test], config.eval.also_eval, num_tokens, force_answer_at
         )
         played |= {f"test_env.{settings.label}": settings for settings in others}
-    run = SftRun(config, layout, {"env": data} | played, tests)
+    run = run_class(config, layout, {"env": data} | played, tests)
     model, base, params, tokenizer = load_policy(
         run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
     )
@@ -214,15 +228,17 @@ def train(
     """Makes an update with each batch of rows; every epoch has them in a new order."""
     if progress.step == 0 and (workers or held_out):
         with run.interruptible():
-            metrics, examples, losses = evaluate(config, workers, learner, held_out, state)
+            metrics, examples, losses = evaluate(config, run, workers, learner, held_out, state)
         run.write_losses(0, losses)
         progress = run.log_start(metrics, examples, state, progress)
 
+    num_examples = len(rows) // config.group_size
     while progress.step < run.last_step and STOPPED not in progress.memory:
         with run.phase("data"):
-            end = min(progress.cursor + config.batch_size, config.num_epochs * len(rows) or sys.maxsize)
-            numbers = task_numbers(config.seed, len(rows), np.arange(progress.cursor, end))
-            batch = make_batch([rows[i] for i in numbers])
+            end = min(progress.cursor + config.batch_size, config.num_epochs * num_examples or sys.maxsize)
+            numbers = task_numbers(config.seed, num_examples, np.arange(progress.cursor, end))
+            batch = make_batch([rows[i * config.group_size + k] for i in numbers for k in range(config.group_size)])
+        batch, weighed = run.weigh(learner, state, batch)
         with run.phase("update"):
             state, update = learner.update(state, batch, progress.step / run.last_step)
             updated = learner.metrics([update])  # blocks until the update is done
@@ -230,11 +246,12 @@ def train(
         is_last = progress.step == run.last_step
 
         metrics = run.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
-        metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / len(rows)}
+        metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / num_examples}
+        metrics |= weighed
         metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
         is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
         if (workers or held_out) and (is_last or is_due(progress.step, config.test_interval)):
-            scores, examples, losses = evaluate(config, workers, learner, held_out, state)
+            scores, examples, losses = evaluate(config, run, workers, learner, held_out, state)
             run.write_losses(progress.step, losses)
             if examples is not None:
                 run.write_held_out(progress.step, examples)
@@ -263,6 +280,7 @@ def make_batch(rows: Sequence[Conversation]) -> Batch:
 
 def evaluate(
     config: SFTConfig,
+    run: SftRun,
     workers: Mapping[str, RolloutWorker],
     learner: Learner,
     held_out: Sequence[Conversation],
@@ -270,14 +288,11 @@ def evaluate(
 ) -> tuple[dict[str, float], Episodes | None, dict[str, np.ndarray]]:
     """Returns metrics, the environment's episodes, and the losses of held-out rows, as far as there are any."""
     clock, metrics, examples, losses = time.perf_counter(), {}, None, {}
-    policy = learner.policy(state.params)
     if workers:
-        metrics, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
+        metrics, examples = evaluate_held_out(workers, learner.policy(state.params), config.eval, config.seed)
     if held_out:
-        batch = make_batch(held_out)
-        logprobs = learner.compute_outputs(policy, batch).logprobs
-        metrics |= loss_metrics(logprobs, batch.mask)
-        losses = row_losses(logprobs, batch.mask)
+        found, losses = run.measure(learner, state, make_batch(held_out))
+        metrics |= found
     metrics["times/test"] = time.perf_counter() - clock
     return metrics, examples, losses
 

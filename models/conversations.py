@@ -214,31 +214,44 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 
 
 def encode_rows(
-    tokenizer: Tokenizer, name: str, rows: Iterable[Sequence[Message]], train_on: str, max_length: int, long_rows: str
+    tokenizer: Tokenizer,
+    name: str,
+    rows: Iterable[Sequence[Message]],
+    train_on: str,
+    max_length: int,
+    long_rows: str,
+    group_size: int = 1,
 ) -> tuple[list[Conversation], str]:
     """Returns conversations of at most `max_length` tokens, and a note on longer ones.
 
+    So many adjacent rows, `group_size`, are dropped together.
     Raises: UserError for a longer one if `long_rows` is "error", and as `encode_conversation`, with its number.
     """
     encoded = []
     for number, messages in enumerate(rows, 1):
+        if stored := getattr(messages, "encoded", None):
+            encoded.append(stored)
+            continue
         try:
             encoded.append(encode_conversation(tokenizer, messages, train_on, getattr(messages, "tools", ())))
         except UserError as error:
             place = getattr(messages, "place", "") or f"{name}: row {number}"
             raise UserError(f"{place}: {error}") from error
-    lengths = [len(row) for row in encoded]
-    num_long = sum(length > max_length for length in lengths)
-    if num_long and long_rows == "error":
+    lengths = np.array([len(row) for row in encoded])
+    is_long = lengths > max_length
+    if is_long.any() and long_rows == "error":
         raise UserError(
-            f"{name}: {num_long:,} of {len(lengths):,} rows have more than --max_length {max_length} tokens, the "
+            f"{name}: {is_long.sum():,} of {len(lengths):,} rows have more than --max_length {max_length} tokens, the "
             f"longest {max(lengths):,}: raise --max_length, or give --long_rows cut or drop"
         )
-    kept = [row.cut(max_length) for row in encoded if long_rows == "cut" or len(row) <= max_length]
-    kept = [row for row in kept if row.mask.any()]
+    encoded = [row.cut(max_length) for row in encoded]
+    is_kept = np.array([row.mask.any() for row in encoded]) & (~is_long | (long_rows == "cut"))
+    is_kept = is_kept.reshape(-1, group_size).all(axis=1).repeat(group_size)
+    kept = [row for row, is_row in zip(encoded, is_kept, strict=True) if is_row]
     if not kept:
         raise UserError(f"{name}: no row has a reply within --max_length {max_length} tokens: raise --max_length")
-    num_dropped, num_trained = len(lengths) - len(kept), sum(row.mask.sum() for row in kept)
+    num_trained = sum(row.mask.sum() for row in kept)
     note = f"{len(kept):,} rows, {sum(map(len, kept)):,} tokens, {num_trained:,} of them trained"
-    note += f"; {num_long - num_dropped:,} cut and {num_dropped:,} dropped at {max_length} tokens" if num_long else ""
+    num_cut, num_dropped = (is_long & is_kept).sum(), (~is_kept).sum()
+    note += f"; {num_cut:,} cut and {num_dropped:,} dropped at {max_length} tokens" if is_long.any() else ""
     return kept, f"{name}: {note}"

@@ -62,7 +62,11 @@ def check_prompt(
 
 
 def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]], train_on: str) -> list[str]:
-    """Compares the first rows of SFT, and the first ones with several replies and with tools: see `check_prompt`."""
+    """Compares the first rows of SFT, and the first ones with several replies and with tools: see `check_prompt`.
+
+    Stored rollouts are token ids already, and are not compared.
+    """
+    rows = [row for row in rows if not getattr(row, "encoded", None)]
     kinds = (
         lambda row: True,
         lambda row: [message["role"] for message in row].count(REPLY) > 1,

@@ -57,8 +57,10 @@ def arguments(**flags) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def start(argv: list[str], env: dict[str, str] | None = None, **options) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "core" / "grpo.py"), *argv]
+def start(
+    argv: list[str], env: dict[str, str] | None = None, script: str = "core/grpo.py", **options
+) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / script), *argv]
     pipes = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,

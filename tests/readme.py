@@ -46,6 +46,7 @@ TRAIN = [
 ]
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
+    "core/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
     "extras/population.py": TRAIN,
     "core/eval.py": EVAL,

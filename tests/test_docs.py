@@ -124,7 +124,13 @@ def test_the_drawing_of_the_loop_is_of_today(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("config", "Config"), ("sft", "SFTConfig"), ("eval", "EvalCommand"), ("sampling", "SamplingCommand")],
+    [
+        ("config", "Config"),
+        ("sft", "SFTConfig"),
+        ("dpo", "DPOConfig"),
+        ("eval", "EvalCommand"),
+        ("sampling", "SamplingCommand"),
+    ],
 )
 def test_each_option_is_on_a_page_of_docs(module: str, name: str):
     """A guide tells what it is for; pages of measurements and help texts do not count."""

@@ -250,7 +250,7 @@ import gc, runpy, sys
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
-for command in ("core/grpo", "core/eval", "core/sampling", "core/sft", "extras/population"):
+for command in ("core/grpo", "core/eval", "core/sampling", "core/sft", "core/dpo", "extras/population"):
     try:
         runpy.run_path(f"{command}.py", run_name="__main__")
     except SystemExit as end:
@@ -264,12 +264,12 @@ def test_wrong_option_is_told_before_slow_imports():
     """Options are read after the imports, in which nothing is garbage; bench/startup.py measures them."""
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "yaml"}
     output = run(COMMANDS.replace("LATE", repr(late | {"pyarrow", "math_verify", "sympy"})))
-    assert output == 5 * "2 True True True\n" + "[]\n"
+    assert output == 6 * "2 True True True\n" + "[]\n"
 
 
 @pytest.mark.parametrize(
     "command",
-    ["core/grpo", "core/eval", "core/sampling", "core/sft", "core/minimal", "extras/population"],
+    ["core/grpo", "core/eval", "core/sampling", "core/sft", "core/dpo", "core/minimal", "extras/population"],
 )
 def test_a_command_without_packages_says_what_to_install(command):
     arguments = [sys.executable, "-B", "-S", f"{command}.py"]  # -S: without site-packages

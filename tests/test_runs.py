@@ -22,7 +22,9 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     command = ["bash", script, "--seed", "7"]
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     commands = [command.splitlines() for command in said.stdout.split("python\n")]  # others make data, or evaluate
-    (flags,) = [flags for program, *flags in filter(None, commands) if program == "core/grpo.py"]
+    trained = [flags for program, *flags in filter(None, commands) if program == "core/grpo.py"]
+    assert len(trained) == 1 + (script.stem == "ladder"), "which samples by a run of its own"
+    flags = trained[-1]
     config = parse(Config, flags)
     assert config.seed == 7
     test_env_name = config.held_out.test_env_name

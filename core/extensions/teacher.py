@@ -363,8 +363,7 @@ def is_same_base(base: str, model_dir: str) -> bool:
 def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> list[str]:
     """Returns a note if prompts or stop tokens differ. Raises: UserError if ids stand for other tokens."""
     own = worker.tokenizer
-    theirs, ours = ({**tokenizer.hf.get_vocab(), **tokenizer.special_ids} for tokenizer in (teacher, own))
-    if different := sorted(theirs.items() ^ ours.items(), key=lambda item: item[1]):
+    if different := sorted(teacher.ids.items() ^ own.ids.items(), key=lambda item: item[1]):
         token, number = different[0]
         raise UserError(
             f"--teacher {name} has another vocabulary than the policy ({counted(len(different), 'difference')}, as "

@@ -24,14 +24,15 @@ from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords, load_yaml
 from utils.settings.config import changed_options
 
-GRPO, SFT = "core/grpo.py", "core/sft.py"  # commands that train
+GRPO, SFT, DPO = "core/grpo.py", "core/sft.py", "core/dpo.py"  # commands that train
 METHODS = {  # command: its name in the title, and tags
     GRPO: ("reinforcement learning", ("grpo", "reinforcement-learning", "lmpo")),
     SFT: ("supervised fine-tuning", ("sft", "lmpo")),
+    DPO: ("preferences", ("dpo", "lmpo")),
 }
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
-LOSS = "test_data/loss"  # metric of core/sft.py
+LOSS = "test_data/loss"  # metric of core/sft.py and core/dpo.py
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 ORIGIN = ("base_model", "license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -139,7 +140,8 @@ class ModelCard:
         parts = [TABLE + "\n".join(rows)] if rows else []
         if LOSS in run:
             before, after = both_ends(run, LOSS)
-            parts.append(f"Loss of held-out replies, nats a token, with its 95% interval: {before}, then {after}.")
+            what = "pairs" if self.script == DPO else "replies, nats a token"
+            parts.append(f"Loss of held-out {what}, with its 95% interval: {before}, then {after}.")
         if step >= 0:
             parts = [*parts, OLD_SCORES.format(step)]
         return "\n\n".join(parts) or NO_SCORES

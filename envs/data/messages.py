@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envs.data.files import JSON, SPEAKERS, RawRow
 from envs.data.rows import LeftOut, first_of
@@ -36,6 +36,7 @@ class Messages(list[Message]):
 
     tools: tuple[Schema, ...] = ()
     place: str = ""
+    encoded: Any = None  # token ids of a stored rollout; None: the chat template makes them
 
     @classmethod
     def of(cls, messages: Sequence[Message], tools: tuple[Schema, ...]) -> "Messages":

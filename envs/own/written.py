@@ -1,6 +1,7 @@
 """Conversations with written replies, from files or the hub: the data of core/sft.py."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +13,20 @@ from envs.data.rows import Row, load_rows
 from envs.data.splits import remove_overlap, split_rows
 from envs.own.dataset import find_source
 from envs.settings import RolloutSettings, system_prompt
-from utils.settings.errors import UserError, shorten
+from utils.settings.errors import UserError, counted, shorten
 from utils.settings.options import option
 
 THINK_END = "</think>"
 UNUSED = ("functions", "weights", "sample_weight", "loss_weight", "labels", "assistant_masks", "completion_mask")
 USUAL = Columns(usual_answers=("completion",), begins_with_messages=True)
+NAMES = {"prompt": "prompt", "completion": "answer", "answer": "answer", "messages": "messages"}  # of --columns
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Data."""
 
+    noun = "conversation"  # what notes call a row
     data: str = option(
         "",
         "Rows to train on: a file (JSONL, JSON, CSV, Parquet; .gz) or owner/name on the hub. Columns are messages, or "
@@ -56,6 +59,10 @@ class DataConfig:
     def __post_init__(self):
         if not self.data:
             raise UserError("--data is empty: name the replies to train on, a file of rows or owner/name on the hub")
+        self.check()
+
+    def check(self) -> None:
+        """Raises UserError for lengths, shares and columns that cannot be."""
         if self.max_length < 2 or not 0 <= self.test_fraction < 1:
             raise UserError(
                 "--max_length must be at least 2, and --test_fraction from 0 to below 1: correct the one that is not"
@@ -63,13 +70,18 @@ class DataConfig:
         self.named_columns  # noqa: B018 (raises)
 
     @property
-    def named_columns(self) -> Columns:
+    def source(self) -> str:
+        """Returns the file, data set or run that the rows are from."""
+        return self.data
+
+    @property
+    def named_columns(self) -> dict[str, str]:
         """Returns the columns that --columns names. Raises: UserError for another form."""
-        pairs = [item.partition("=")[::2] for item in filter(None, map(str.strip, self.columns.split(",")))]
-        names = {"completion": "answer"} | {name: name for name in ("prompt", "answer", "messages")}
-        if not all(name in names and column for name, column in pairs):
-            raise UserError(f"--columns {self.columns}: write prompt=COLUMN,completion=COLUMN or messages=COLUMN")
-        return replace(USUAL, **{names[name]: column for name, column in pairs})
+        return parse_columns(self.columns, NAMES, "prompt=COLUMN,completion=COLUMN or messages=COLUMN")
+
+    def read(self, row: RawRow) -> Row:
+        """Returns the prompt and the conversations of a row: see `read_conversation`."""
+        return read_conversation(row, replace(USUAL, **self.named_columns))
 
     @property
     def encoding(self) -> dict[str, str | int]:
@@ -77,24 +89,33 @@ class DataConfig:
         return {"train_on": self.train_on, "max_length": self.max_length, "long_rows": self.long_rows}
 
 
+def parse_columns(text: str, names: Mapping[str, str], form: str) -> dict[str, str]:
+    """Returns columns by their names here, which `names` has. Raises: UserError for another form than `form`."""
+    pairs = [item.partition("=")[::2] for item in filter(None, map(str.strip, text.split(",")))]
+    if not all(name in names and column for name, column in pairs):
+        raise UserError(f"--columns {text}: write {form}")
+    return {names[name]: column for name, column in pairs}
+
+
 class Written(Env):
-    """Conversations as problems: the messages before the first reply, and all that follows."""
+    """Conversations as problems: the messages before the first reply, and all that follows.
+
+    Those of a row are adjacent.
+    """
 
     form = "any"
 
     def __init__(self, rows: list[Row], note: str):
-        self.rows, self.note, self.num_tasks = rows, note, len(rows)
         for row in rows:
-            row.answer.place = row.place
-        replies = [message for row in rows for message in row.answer if message["role"] == REPLY]
+            for messages in row.answer:
+                messages.place = row.place
+        self.conversations: list[Messages] = [messages for row in rows for messages in row.answer]
+        self.note, self.num_tasks = note, len(self.conversations)
+        replies = [message for messages in self.conversations for message in messages if message["role"] == REPLY]
         self.thinking = any(THINK_END in reply["content"] or "reasoning_content" in reply for reply in replies)
 
-    @property
-    def conversations(self) -> list[Messages]:
-        return [row.answer for row in self.rows]
-
     def problem(self, index: int) -> Problem:
-        messages = self.rows[index].answer
+        messages = self.conversations[index]
         first = [message["role"] for message in messages].index(REPLY)
         return Problem(messages[:first], messages[first:], thinking=self.thinking, tools=messages.tools)
 
@@ -110,15 +131,18 @@ class WrittenSettings(RolloutSettings):
         return f"rows of at most {self.max_new_tokens} tokens, {self.options['train_on']} replies trained{shown}"
 
 
-def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
+def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[WrittenSettings, list[Messages]]:
     """Returns the data to train on, and the held-out conversations.
 
+    `stored`: rows that take the place of those of --data.
     Raises: UserError if a file cannot be read, or a row holds no reply or parts that would be left out.
     """
-    style = {"skip_bad_rows": False, "may_repeat": True, "noun": "conversation", "skip": "or remove it"}
-    convert = partial(read_conversation, columns=config.named_columns)
-    load = partial(load_rows, data_dir="", convert=convert, **style)
-    rows, note = load("data", find_source(config.data, "train"))
+    style = {"skip_bad_rows": False, "may_repeat": True, "noun": config.noun, "skip": "or remove it"}
+    load = partial(load_rows, data_dir="", convert=config.read, **style)
+    if stored is None:
+        rows, note = load("data", find_source(config.data, "train"))
+    else:
+        rows, note = stored, f"data: {counted(len(stored), config.noun)}"
     tests = [] if config.test_fraction == 0 else None
     if config.test_data:
         tests, _ = load("test_data", find_source(config.test_data, "test"))
@@ -129,16 +153,16 @@ def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
         note += f"; {len(rows):,} to train on; {len(tests):,} held out"
         note += f", {num_removed:,} removed that are held out, too" if num_removed else ""
     if not rows:
-        raise UserError(f"{config.data} leaves no row to train on{note}: add rows")
-    options = {"data": config.data, "train_on": config.train_on}
+        raise UserError(f"{config.source} leaves no row to train on{note}: add rows")
+    options = {"data": config.source, "train_on": config.train_on}
     options |= {"columns": config.columns} if config.columns else {}
-    name = re.sub(r"[^\w-]", "-", Path(config.data).name.partition(".")[0]) or "sft"
+    name = re.sub(r"[^\w-]", "-", Path(config.source).name.partition(".")[0]) or "sft"
     settings = WrittenSettings(name, options, Written(rows, note), config.max_length, 0, ForcedAnswer())
     return settings, Written(tests, "").conversations
 
 
 def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
-    """Returns a row of data: its prompt, by which it is held out, and all messages.
+    """Returns a row of data: its prompt, by which it is held out, and all messages, as a list of one conversation.
 
     Raises: ValueError for a row that cannot be trained on as it is.
     """
@@ -163,4 +187,4 @@ def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
     replies = (message for message in messages if message["role"] == REPLY)
     if not all(reply["content"].strip() or "tool_calls" in reply for reply in replies):
         raise ValueError("a turn of the assistant is empty")
-    return Row(unweighted(exchange.prompt), Messages.of(weighted(row, messages), exchange.tools))
+    return Row(unweighted(exchange.prompt), [Messages.of(weighted(row, messages), exchange.tools)])

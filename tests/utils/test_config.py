@@ -11,6 +11,7 @@ import pytest
 
 from core import eval, grpo, sampling
 from core.chat_web import PageCommand
+from core.dpo import DPOConfig
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from extras.replay import ReplayCommand
@@ -529,13 +530,17 @@ def test_lmpos_flags_are_options_of_training():
         assert {on, off} <= set(options[target].choices)
 
 
-def test_page_for_users_of_trl_names_options_with_their_defaults():
+@pytest.mark.parametrize(("config", "num_defaults"), [(grpo.Config, 20), (DPOConfig, 4)])
+def test_page_for_users_of_trl_names_options_with_their_defaults(config, num_defaults):
     page = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
-    options = options_of(grpo.Config)
+    (of_pairs,) = re.findall(r"^## Preferences\n.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
+    page = of_pairs if config is DPOConfig else page.replace(of_pairs, "")
+    options = options_of(config)
     assert set(re.findall(r"--(\w+)", page)) <= options.keys()
     defaults = dict(re.findall(r"`--(\w+)` \(`?([^`)]+)`?\)", page))
-    values = to_dict(parse(grpo.Config, [f"--{name}={value}" for name, value in defaults.items()]))
-    assert len(defaults) > 20
+    data = ["--data=pairs.jsonl"] * (config is DPOConfig)
+    values = to_dict(parse(config, [*data, *(f"--{name}={value}" for name, value in defaults.items())]))
+    assert len(defaults) > num_defaults
     found = {name: values[name] for name in defaults}
     assert found == {name: options[name].default for name in defaults}
     for name, value in re.findall(r"`--(\w+) (\w+)`", page):

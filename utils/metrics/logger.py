@@ -29,6 +29,7 @@ from utils.metrics.sinks import Sink
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "data/loss": ("loss", 6),
+    "rewards/accuracies": ("accuracy", 6),
     "env/return": ("return", 6),
     "env/correct_answer": ("correct", 6),
     "env/length": ("length", 4),

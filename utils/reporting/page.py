@@ -77,9 +77,21 @@ PANELS = (
     ),
     Panel(
         "Loss of written replies",
-        "Nats per token of supervised fine-tuning: if the held-out loss rises while that of training falls, the "
-        "replies are learned by heart, and fewer --num_epochs are better.",
+        "Nats per token of supervised fine-tuning, or the loss of a pair: if the held-out loss rises while that of "
+        "training falls, the replies are learned by heart, and fewer --num_epochs are better.",
         {"test_data/loss": "held out", "data/loss": "training"},
+    ),
+    Panel(
+        "Preferred replies",
+        "Share of pairs whose chosen reply has gained more than the rejected one, against the reference model: near "
+        "100% on the training pairs alone, they are learned by heart.",
+        {"test_data/rewards/accuracies": "held out", "rewards/accuracies": "training"}, "%",
+    ),
+    Panel(
+        "Rewards of pairs",
+        "How far both replies have moved from the reference model, times --beta: often both fall, so watch that the "
+        "chosen ones do not fall far.",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
     ),
     Panel(
         "Return",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 TITLES = {
-    "test_data/loss": "Loss of replies (nats per token)",
-    "data/loss": "Loss of replies (nats per token)",
+    "test_data/loss": "Loss of replies (nats per token) or pairs",
+    "data/loss": "Loss of replies (nats per token) or pairs",
     "test_env/correct_answer": "Correct answers",
     "test_env/return": "Return",
     "env/return": "Return of the training batch",

@@ -22,6 +22,10 @@ METRICS = {  # names of single numbers, by the setting without which they are no
     "batch_size": (
         "data/loss data/entropy data/epochs test_data/loss test_data/loss_ci speed/tokens_per_second times/data"
     ),
+    "beta": (
+        "rewards/chosen rewards/rejected rewards/accuracies rewards/margins test_data/rewards/chosen times/logprobs "
+        "test_data/rewards/rejected test_data/rewards/accuracies test_data/rewards/margins"
+    ),
     "groups_per_batch": (
         "loss policy_loss entropy_loss entropy logprob approx_kl clip_fraction masked_fraction num_updates "
         "skipped_in_a_row tokens_per_rollout importance_ratio importance_ratio_magnitude importance_ratio_max "

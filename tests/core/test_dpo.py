@@ -1,0 +1,416 @@
+"""Preferences: losses and gradient, pairs in all forms, stored rollouts, runs that resume, what is refused."""
+
+import json
+import math
+import signal
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_close
+
+from core import dpo, sft
+from core.dpo import DPOConfig
+from core.learner import make_learner
+from core.objectives import set_loss_denominators
+from core.records import Batch
+from core.run.folder import settings_of_adapters
+from core.sampler import SamplingConfig
+from envs.data.messages import Messages
+from envs.own.pairs import PairConfig
+from envs.own.written import read_written
+from models import decoder
+from models.architecture import Decoder
+from models.checkpoint import load_policy
+from models.conversations import encode_rows
+from models.lora import LORA_B, make_policy
+from models.names import Params
+from models.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers import ROOT, slow, train_here
+from tests.kill_runs import arguments, checksum, kill_at, records, start
+from utils.devices.sharding import single_device
+from utils.settings.config import make_config, parse
+from utils.settings.errors import UserError, user_errors
+
+FIXTURE = ROOT / "tests/fixtures/qwen3-tied"
+FLAGS = {
+    "model_dir": FIXTURE,
+    "batch_size": 4,
+    "num_epochs": 2,
+    "lr": 1e-3,
+    "lr_schedule": "constant",
+    "adam_eps": 1e-2,
+    "tokens_per_microbatch": 256,
+    "test_interval": 2,
+    "save_interval": 1,
+    "num_score_workers": 1,
+    "max_length": 64,
+}
+near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+
+def write(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(folder: Path, **flags) -> int:
+    """Runs core/dpo.py in this process; returns its exit status."""
+    try:
+        with user_errors():
+            sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.DPORun)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    rows = [{"prompt": f"{i} + 1 = ", "chosen": f"{i + 1}", "rejected": f"{i + 2}, or not"} for i in range(12)]
+    return write(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
+
+
+# Loss and gradient
+
+
+def pair_loss(name: str, chosen: list[float], rejected: list[float], beta: float) -> float:
+    """The loss of a pair in float64, from log p - log p_ref of each token, as the papers write it (IPO as TRL)."""
+    if name == "dpo":
+        return -math.log(1 / (1 + math.exp(-beta * (sum(chosen) - sum(rejected)))))
+    return (sum(chosen) / len(chosen) - sum(rejected) / len(rejected) - 1 / (2 * beta)) ** 2
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize("name", dpo.LOSSES)
+def test_losses_and_slopes_are_those_of_the_formulas(name, beta):
+    """Slopes by central differences, token by token."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 9, (50, 2))
+    tokens = [[rng.normal(0, 1, n).tolist() for n in pair] for pair in lengths]
+    ratios = np.array([[sum(side) for side in pair] for pair in tokens])
+    losses, slopes = dpo.LOSSES[name](ratios, lengths, beta)
+    np.testing.assert_allclose(losses, [pair_loss(name, *pair, beta) for pair in tokens], rtol=1e-12)
+    for number, pair in enumerate(tokens):
+        for side in (0, 1):
+            moved = [json.loads(json.dumps(pair)) for _ in range(2)]
+            for copy, step in zip(moved, (1e-6, -1e-6), strict=True):
+                copy[side][-1] += step
+            up, down = (pair_loss(name, *copy, beta) for copy in moved)
+            np.testing.assert_allclose(slopes[number, side], (up - down) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+def test_slope_of_dpo_is_finite_for_any_margin():
+    losses, slopes = dpo.dpo(np.array([[-1e4, 1e4], [1e4, -1e4]]), np.ones((2, 2)), 1.0)
+    np.testing.assert_allclose(losses, [2e4, 0])
+    np.testing.assert_allclose(slopes, [[-1, 1], [0, 0]])
+
+
+PAIRS = [
+    ("Use 3 4 to make 7.", "3+4=7", "no"),
+    ("Use 9 2 to make 7.", "9-2", "9+2=11, so it is 9-2"),
+    ("And 1 2?", "3", "21, or 12, or both"),
+    ("And?", "yes", "x"),
+]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def batch_of_pairs(tokenizer: Tokenizer) -> Batch:
+    rows = [[user(asked), said(reply)] for asked, *replies in PAIRS for reply in replies]
+    return sft.make_batch(encode_rows(tokenizer, "rows", rows, "all", 512, "error", group_size=2)[0])
+
+
+def logprobs_of_all_logits(model: Decoder, policy: Params, batch: Batch) -> jax.Array:
+    """Log-probabilities of the marked tokens of padded rows, without packing; 0 for others."""
+    logits = decoder.logits(model, policy, batch.tokens)[:, :-1]
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.where(batch.mask[:, 1:], logprobs, 0)
+
+
+def direct_loss(logprobs: jax.Array, reference: jax.Array, batch: Batch, name: str, beta: float) -> jax.Array:
+    """The mean loss of pairs, as one expression that JAX differentiates."""
+    ratios = (logprobs - reference).sum(axis=1)
+    if name == "ipo":
+        chosen, rejected = (ratios / batch.mask.sum(axis=1)).reshape(-1, 2).T
+        return ((chosen - rejected - 1 / (2 * beta)) ** 2).mean()
+    chosen, rejected = ratios.reshape(-1, 2).T
+    return -jax.nn.log_sigmoid(beta * (chosen - rejected)).mean()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("dpo", 0), ("ipo", 0), pytest.param("ipo", 2, marks=pytest.mark.slow)])
+def test_gradient_is_that_of_the_loss_of_all_logits(name, rank):
+    """In several micro-batches, of a policy that has moved away from the reference model."""
+    options = {"data": "-", "batch_size": len(PAIRS), "tokens_per_microbatch": 192, "remat": "none", "beta": 1.0}
+    config = make_config(DPOConfig, **options, loss=name, lora_rank=rank)
+    config = replace(config, sampling=SamplingConfig(prompt_length=1))
+    layout = single_device()
+    model, base, params, tokenizer = load_policy(FIXTURE, config.lora, 0, layout, "float32")
+    batch = batch_of_pairs(tokenizer)
+    learner, state = make_learner(config, model, params, layout, batch.tokens.shape[1] - 1, base=base)
+    reference = jax.jit(logprobs_of_all_logits, static_argnums=0)(model, make_policy(base, params), batch)
+    moved = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), params)
+    state = replace(state, params=moved)
+
+    oracle = jax.value_and_grad(
+        lambda params: direct_loss(
+            logprobs_of_all_logits(model, make_policy(base, params), batch), reference, batch, name, config.beta
+        )
+    )
+    loss, gradient = jax.jit(oracle)(moved)
+    weighed, losses, metrics = dpo.compare(learner, state, batch, name, config.beta)
+    minibatch = set_loss_denominators(weighed, len(batch), batch.tokens.shape[1], config.objective.policy)
+    chains = learner.chains(minibatch, learner.shapes)
+    found = jax.tree.map(jnp.zeros_like, moved)
+    for chain in chains:
+        (sums, _), parts = learner.add_up(moved, chain)
+        found = jax.tree.map(jnp.add, found, sums)
+    near(losses.mean(), loss)
+    assert_trees_all_close(found, gradient, rtol=1e-5, atol=1e-5)
+    ratios = np.float64(logprobs_of_all_logits(model, make_policy(base, moved), batch) - reference).sum(axis=1)
+    chosen, rejected = config.beta * ratios.reshape(-1, 2).T
+    expected = [chosen.mean(), rejected.mean(), (chosen > rejected).mean(), (chosen - rejected).mean()]
+    names = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
+    near([metrics[name] for name in names], expected)
+
+
+def test_reference_of_new_adapters_is_the_base_itself():
+    """No second copy; adapters that were trained before are copied."""
+    config = replace(make_config(DPOConfig, data="-", lora_rank=2), sampling=SamplingConfig(prompt_length=1))
+    model, base, params, _ = load_policy(FIXTURE, config.lora, 0, single_device(), "float32")
+    learner, _ = make_learner(config, model, params, single_device(), 15, base=base)
+    assert learner.reference is base
+    trained = {name: x + 1 if name.endswith(LORA_B) else x for name, x in params.items()}
+    learner, _ = make_learner(config, model, trained, single_device(), 15, base=base)
+    assert learner.reference is not base
+
+
+# Pairs
+
+
+def pairs_of(file: Path, **options) -> tuple[list[Messages], list[Messages]]:
+    data, tests = read_written(PairConfig(str(file), **options))
+    return data.env.conversations, tests
+
+
+def test_all_forms_of_a_pair_are_the_same_conversations(tmp_path):
+    """TRL's explicit prompt as texts and as messages, its implicit prompt, and a prompt that both also begin with."""
+    texts = [(f"Say {i}.", f"<b>{i}</b>", "no") for i in range(9)]
+    forms = {
+        "texts": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts],
+        "explicit": [{"prompt": [user(p)], "chosen": [said(c)], "rejected": [said(r)]} for p, c, r in texts],
+        "implicit": [{"chosen": [user(p), said(c)], "rejected": [user(p), said(r)]} for p, c, r in texts],
+        "both": [
+            {"prompt": p, "chosen": [user(p), said(c)], "rejected": [user(p), said(r)], "messages": [user(p), said(c)]}
+            for p, c, r in texts
+        ],
+    }
+    expected = [[user(p), said(reply)] for p, *replies in texts for reply in replies]
+    for name, rows in forms.items():
+        found, _ = pairs_of(write(tmp_path / f"{name}.jsonl", rows), test_fraction=0.0)
+        assert found == expected, name
+    named = [{"x": {"q": p}, "good": c, "bad": r} for p, c, r in texts]
+    columns = "prompt=x.q,chosen=good,rejected=bad"
+    assert pairs_of(write(tmp_path / "named.jsonl", named), test_fraction=0.0, columns=columns)[0] == expected
+
+
+def test_replies_of_the_prompt_are_not_trained_and_both_sides_are_held_out(tmp_path):
+    tokenizer = load_tokenizer(ROOT / "models/tiny")
+    prompts = [[user(f"{i}"), said("3"), user("More.")] for i in range(20)]
+    rows = [{"chosen": [*prompt, said("4+3")], "rejected": [*prompt, said("9")]} for prompt in prompts]
+    trained, tests = pairs_of(write(tmp_path / "rows.jsonl", rows))
+    assert (len(trained), len(tests)) == (36, 4)
+    assert [row[:-1] for row in tests[::2]] == [row[:-1] for row in tests[1::2]]
+    encoded, _ = encode_rows(tokenizer, "rows", trained, **PairConfig("x").encoding)
+    assert {tokenizer.hf.decode(row.tokens[row.mask]) for row in encoded} == {"4+3<|im_end|>", "9<|im_end|>"}
+
+
+def test_a_pair_with_one_long_reply_is_dropped_whole(tmp_path):
+    tokenizer = load_tokenizer(ROOT / "models/tiny")
+    rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "2" * (1 + 200 * (i == 3))} for i in range(8)]
+    trained, _ = pairs_of(write(tmp_path / "rows.jsonl", rows), test_fraction=0.0)
+    options = PairConfig("x", max_length=60, long_rows="drop").encoding
+    kept, note = encode_rows(tokenizer, "rows", trained, **options)
+    assert len(kept) == 14
+    assert "0 cut and 2 dropped at 60 tokens" in note
+
+
+def test_equal_replies_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "12"[i == 3]} for i in range(8)]
+    data, _ = read_written(PairConfig(str(write(tmp_path / "rows.jsonl", rows)), test_fraction=0.0))
+    assert "1 pair of 8 rows (left out: 7 equal replies)" in data.env.note
+
+
+REFUSED = {
+    "it has no prompt: write a column prompt": {"chosen": "a", "rejected": "b"},
+    "has no prompt: .*begin chosen and rejected with the same messages": {
+        "chosen": [user("a"), said("b")],
+        "rejected": [user("x"), said("y")],
+    },
+    "no column 'chosen', only 'prompt', 'good': name the columns by --columns prompt=COLUMN,chosen=": {
+        "prompt": "a",
+        "good": "b",
+    },
+    "its column ref_chosen_logps is not used: leave it out": {
+        "prompt": "a",
+        "chosen": "b",
+        "rejected": "c",
+        "ref_chosen_logps": -1.0,
+    },
+    "a turn of the assistant is empty": {"prompt": "a", "chosen": "b", "rejected": " "},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_row_that_is_no_pair_is_refused_by_file_and_line(tmp_path, words):
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, REFUSED[words]])
+    with pytest.raises(UserError, match=f"rows.jsonl:2 is malformed: .*{words}.* Correct it, or remove it"):
+        pairs_of(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "from --data or from --pairs_from: give one of the two"),
+        ({"data": "x", "pairs_from": "y"}, "give one of the two"),
+        ({"data": "x", "beta": 0.0}, "--beta 0.0 must be above 0: raise it"),
+        ({"data": "x", "columns": "completion=y"}, "--columns completion=y: write prompt=COLUMN,chosen=COLUMN"),
+        ({"data": "x", "loss": "kto"}, "must be one of dpo, ipo"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_a_sentence(options, words):
+    with pytest.raises(UserError, match=words):
+        make_config(DPOConfig, **options)
+
+
+# Stored rollouts
+
+ROLLOUTS = {
+    "env_name": "poem",
+    "groups_per_batch": 3,
+    "group_size": 4,
+    "ppo_minibatch": 12,
+    "num_generation_tokens": 64,  # so that some completions end before
+    "do_group_filter": 0,
+    "num_score_workers": 1,
+    "max_steps": 2,
+    "model_dir": FIXTURE,
+    "save_rollouts": "all",
+}
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rollouts") / "run"
+    assert train_here(folder, **ROLLOUTS) == 0
+    return folder
+
+
+def test_pairs_from_a_run_are_the_best_and_the_worst_of_each_group(rollouts):
+    expected = []
+    for step in (1, 2):
+        arrays = np.load(rollouts / f"rollouts/step_{step}.npz")
+        for group in range(3):
+            rows = range(4 * group, 4 * group + 4)
+            best, worst = (pick(rows, key=lambda row: arrays["returns"][row]) for pick in (max, min))
+            if arrays["returns"][best] > arrays["returns"][worst]:
+                ids = [arrays["tokens"][row, : arrays["lengths"][row]] for row in (best, worst)]
+                expected.append([(row.tolist(), arrays["prompt_lengths"][best]) for row in ids])
+    found = dpo.stored_pairs(str(rollouts))
+    rows = [[messages.encoded for messages in row.answer] for row in found]
+    assert [[(row.tokens.tolist(), row.mask.argmax()) for row in pair] for pair in rows] == expected
+    assert len(expected) >= 3
+
+
+def test_a_failed_grader_is_neither_best_nor_worst(rollouts, tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
+    for folder in ("step2", "config.json"):
+        (tmp_path / folder).symlink_to(rollouts / folder)
+    arrays["returns"] = np.float32([9, 2, 1, 0] * 3)
+    arrays["failed"] = np.array([True, False, False, True] * 3)
+    np.savez(tmp_path / "rollouts/step_1.npz", **arrays)
+    rows = [messages.encoded.tokens.tolist() for row in dpo.stored_pairs(str(tmp_path)) for messages in row.answer]
+    kept = [i for i in range(12) if i % 4 in (1, 2)]
+    assert rows == [arrays["tokens"][i, : arrays["lengths"][i]].tolist() for i in kept]
+
+
+def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
+    assert run(tmp_path / "run", pairs_from=rollouts, loss="ipo", num_epochs=8, batch_size=2, max_length=256) == 0
+    first, *_, last = [record for record in records(tmp_path / "run") if "test_data/loss" in record]
+    logged = [record["data/loss"] for record in records(tmp_path / "run") if "data/loss" in record]
+    assert first["test_data/rewards/margins"] == 0
+    assert np.mean(logged[-3:]) < np.mean(logged[:3]) == pytest.approx(25, rel=0.2)
+    assert last["test_data/rewards/accuracies"] in (0.0, 1.0), "one pair is held out"
+    card = next((tmp_path / "run").glob("step*/README.md")).read_text()
+    assert "by preferences, step" in card
+    assert "Loss of held-out pairs, with its 95% interval" in card
+    assert "python core/dpo.py" in card
+
+
+def test_a_run_without_pairs_is_refused_before_the_first_step(rollouts, tmp_path, capsys):
+    assert run(tmp_path / "run", pairs_from=tmp_path / "none") == 2
+    assert "has no rollouts/step_N.npz: name a run of core/grpo.py with --save_rollouts all" in capsys.readouterr().err
+    arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
+    (tmp_path / "flat/rollouts").mkdir(parents=True)
+    for folder in ("step2", "config.json"):
+        (tmp_path / "flat" / folder).symlink_to(rollouts / folder)
+    np.savez(tmp_path / "flat/rollouts/step_1.npz", **arrays | {"returns": 0 * arrays["returns"]})
+    assert run(tmp_path / "run", pairs_from=tmp_path / "flat") == 2
+    assert "has no group whose returns differ" in capsys.readouterr().err
+    assert run(tmp_path / "run", pairs_from=rollouts, model_dir=ROOT / "models/tiny", max_length=512) == 2
+    assert "has another vocabulary than --model_dir: name a run of this model" in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+# Runs
+
+
+@pytest.mark.parametrize("flags", [{"loss": "ipo"}, *slow({"lora_rank": 2})], ids=["full", "lora"])
+def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
+    """To the bit: one is ended by --max_steps, then killed, then goes on."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(whole, data=data, **flags) == 0
+    assert run(parts, data=data, **flags, max_steps=2) == 0
+    argv = arguments(**FLAGS | flags, data=data, save_dir=parts)
+    process = start(argv, script="core/dpo.py", stdout=subprocess.DEVNULL)
+    kill_at(process, parts, "step", 1, 0, signal.SIGKILL)
+    assert run(parts, data=data, **flags) == 0
+    assert records(whole) == records(parts)
+    assert len(records(whole)) == 7
+    assert checksum(whole, 6) == checksum(parts, 6)
+    losses = [record["test_data/loss"] for record in records(whole) if "test_data/loss" in record]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_folder_of_a_run_is_where_rl_starts(data, tmp_path):
+    assert run(tmp_path / "dpo", data=data, lora_rank=2, max_steps=1, test_fraction=0.0) == 0
+    implied = settings_of_adapters({"model_dir": str(tmp_path / "dpo")})
+    assert train_here(tmp_path / "rl", **ROLLOUTS | implied | {"model_dir": tmp_path / "dpo", "max_steps": 1}) == 0
+
+
+def test_other_pairs_do_not_resume_a_run(data, tmp_path, capsys):
+    own = write(tmp_path / "own.jsonl", [json.loads(line) for line in data.read_text().splitlines()])
+    assert run(tmp_path / "run", data=own, max_steps=1) == 0
+    write(own, [{**json.loads(line), "rejected": "other"} for line in data.read_text().splitlines()])
+    assert run(tmp_path / "run", data=own, max_steps=2) == 2
+    assert "holds a run with other data, own is" in capsys.readouterr().err
+
+
+def test_a_rule_on_a_metric_of_pairs_ends_a_run(data, tmp_path):
+    """All metrics of pairs are names that --stop_at knows."""
+    names = [f"{part}rewards/{name}" for part in ("", "test_data/") for name in ("chosen", "rejected", "margins")]
+    rules = [f"{name}>=1e9" for name in names] + ["2: rewards/accuracies>=0", "test_data/rewards/accuracies>=2"]
+    assert run(tmp_path / "run", data=data, stop_at=",".join(rules)) == 0
+    assert records(tmp_path / "run")[-1]["global_step"] == 2
