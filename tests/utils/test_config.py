@@ -536,7 +536,7 @@ def test_page_for_users_of_trl_names_options_with_their_defaults(config, num_def
     (of_pairs,) = re.findall(r"^## Preferences\n.*?(?=^## )", page, re.MULTILINE | re.DOTALL)
     page = of_pairs if config is DPOConfig else page.replace(of_pairs, "")
     options = options_of(config)
-    assert set(re.findall(r"--(\w+)", page)) <= options.keys()
+    assert set(re.findall(r"--(\w+)", page)) <= options.keys() | {"config"}
     defaults = dict(re.findall(r"`--(\w+)` \(`?([^`)]+)`?\)", page))
     data = ["--data=pairs.jsonl"] * (config is DPOConfig)
     values = to_dict(parse(config, [*data, *(f"--{name}={value}" for name, value in defaults.items())]))
