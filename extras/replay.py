@@ -31,7 +31,7 @@ from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
 from core.run.foreign import check_code
-from core.run.rollouts import transcript
+from core.run.rollouts import read_rollouts, transcript
 from core.sampler import row_keys, sample_keys
 from core.terms.turn_rewards import turn_numbers
 from envs.scoring.scorer import ScoringStream
@@ -42,7 +42,6 @@ from models.memory import sampling_room
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
-from utils.files import read_arrays
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
 from utils.runs.origin import read_settings
@@ -121,7 +120,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
             f"--rollouts {path}: there is no {file}, which --save_rollouts all writes: name a file of such a run"
         )
     run = file.parent.parent
-    rows = read_rows(file)
+    rows = read_rollouts(file)
     if not file.stem.removeprefix("step_").isdecimal():
         raise UserError(f"--rollouts {path} is no file of a step: name RUN/rollouts/step_N.npz")
     options, _ = read_settings(run / "config.json")
@@ -144,34 +143,6 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         rows["mask"][row, :length],
     )
     return stored, config
-
-
-def read_rows(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file of rollouts that a replay needs. Raises: UserError if they do not fit together.
-
-    Letters: B rollouts, T columns.
-    """
-    rows = read_arrays(file)
-    rows.setdefault("positions", rows.get("places"))  # their earlier name
-    shape = rows["tokens"].shape if "tokens" in rows else ()
-    for name in ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions"):
-        x = rows.get(name)
-        if x is None:
-            raise UserError(f"{file} has no array {name}: copy the file again")
-        expected = shape if name in ("tokens", "mask") else shape[:1]
-        if len(shape) != 2 or x.shape != expected or x.dtype.kind not in "biu":
-            raise UserError(
-                f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}: copy the "
-                "file again"
-            )
-        most = {"mask": 1, "lengths": shape[1], "prompt_lengths": shape[1]}.get(name, 2**31 - 1)
-        if x.size and not 0 <= x.min() <= x.max() <= most:
-            raise UserError(
-                f"{file}: {name} has numbers from {x.min()} to {x.max()}, beyond 0 to {most}: copy the file again"
-            )
-    if (rows["prompt_lengths"] > rows["lengths"]).any():
-        raise UserError(f"{file}: a row of prompt_lengths is above that of lengths: copy the file again")
-    return rows | {"mask": rows["mask"].astype(bool)}
 
 
 def weights_before(stored: Stored, config: Config) -> Path:

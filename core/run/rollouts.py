@@ -13,7 +13,9 @@ from envs.base import Env
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.evaluation.tables import Result
+from utils.files import read_arrays
 from utils.metrics.jsonl import JSON, JSONRow
+from utils.settings.errors import UserError
 
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
@@ -80,6 +82,34 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
             arrays[f"forks/{name}"] = np.asarray(getattr(forks, name))
         arrays["forks/parents"] = np.repeat(np.int32([*found]), [len(forks.lengths) for forks in found.values()])
     return arrays | score_arrays(episodes)
+
+
+def read_rollouts(file: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file of rollouts. Raises: UserError if they do not fit together.
+
+    Letters: B rollouts, T columns.
+    """
+    rows = read_arrays(file)
+    rows.setdefault("positions", rows.get("places"))  # their earlier name
+    shape = rows["tokens"].shape if "tokens" in rows else ()
+    for name in ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions"):
+        x = rows.get(name)
+        if x is None:
+            raise UserError(f"{file} has no array {name}: copy the file again")
+        expected = shape if name in ("tokens", "mask") else shape[:1]
+        if len(shape) != 2 or x.shape != expected or x.dtype.kind not in "biu":
+            raise UserError(
+                f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}: copy the "
+                "file again"
+            )
+        most = {"mask": 1, "lengths": shape[1], "prompt_lengths": shape[1]}.get(name, 2**31 - 1)
+        if x.size and not 0 <= x.min() <= x.max() <= most:
+            raise UserError(
+                f"{file}: {name} has numbers from {x.min()} to {x.max()}, beyond 0 to {most}: copy the file again"
+            )
+    if (rows["prompt_lengths"] > rows["lengths"]).any():
+        raise UserError(f"{file}: a row of prompt_lengths is above that of lengths: copy the file again")
+    return rows | {"mask": rows["mask"].astype(bool)}
 
 
 def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:
