@@ -53,7 +53,8 @@ class Config:
 
     def __post_init__(self):
         update, objective, sampling, kv_dtype = self.update, self.objective, self.sampling, self.compute.kv_dtype
-        is_uncorrected = self.ahead > 0 and not objective.corrections.is_corrected
+        older = "--rollouts_from" if update.rollouts_from else "--ahead 1" if self.ahead else ""
+        is_uncorrected = older != "" and not objective.corrections.is_corrected
         check_distillation(self.distill, objective.advantage, update.group_size)
         refuse([
             (self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
@@ -82,20 +83,20 @@ class Config:
             (kv_dtype != "" and not objective.corrections.is_corrected and objective.policy.objective != "dppo",
              f"--kv_dtype {kv_dtype} samples from other probabilities than those that are trained: correct for it by "
              "--importance_correction truncate, or use --objective dppo"),
-            (self.ahead not in (0, 1),
-             f"--ahead {self.ahead} is refused: give 0 or 1"),
+            (self.ahead not in (0, 1), f"--ahead {self.ahead} is refused: give 0 or 1"),
             (is_uncorrected and objective.corrections.do_mask_inference_ratio,
-             "--do_mask_inference_ratio has no effect with --ahead 1, since old log-probabilities are the sampler's: "
+             f"--do_mask_inference_ratio has no effect with {older}, since old log-probabilities are the sampler's: "
              "add --importance_correction truncate, or leave it out"),
             (is_uncorrected and objective.policy.objective == "reinforce",
-             "--ahead 1 samples with weights one step old, which --objective reinforce does not account for: add "
+             f"{older} trains on rollouts of older weights, which --objective reinforce does not account for: add "
              "--importance_correction truncate, or choose another objective"),
         ])  # fmt: skip
 
     @property
     def trusts_sampler(self) -> bool:
-        """True if old log-probabilities are the sampler's: as asked for, or of rollouts ahead that nothing corrects."""
-        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.objective.corrections.is_corrected)
+        """True if old log-probabilities are the sampler's: as asked for, or of older rollouts that nothing corrects."""
+        is_older = self.ahead > 0 or self.update.rollouts_from != ""
+        return self.update.do_inference_logprobs or (is_older and not self.objective.corrections.is_corrected)
 
     @property
     def batch_size(self) -> int:

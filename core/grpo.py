@@ -34,6 +34,7 @@ from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
+from core.extensions.stored import StoredRollouts
 from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
@@ -90,6 +91,8 @@ def main(config: Config) -> None:
             rollouts = AheadRollouts(
                 config, workers["env"], learner, collect=collect, fraction_done=fraction_done, stack=run.stack
             )
+        if config.update.rollouts_from:
+            rollouts = StoredRollouts(config, workers["env"], groups_with_signal)
         train(config, run, workers, rollouts, learner, state, progress)
 
 
@@ -97,7 +100,7 @@ def train(
     config: Config,
     run: Run,
     workers: Mapping[str, RolloutWorker],
-    rollouts: "Rollouts | AheadRollouts",
+    rollouts: "Rollouts | AheadRollouts | StoredRollouts",
     learner: Learner,
     state: TrainState,
     progress: Progress,

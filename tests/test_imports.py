@@ -47,7 +47,7 @@ LAW = {
     "core.chat": ("core.chat", "core.chains", "core.sampler", "envs", *BELOW),
     "core.minimal": ("envs", *BELOW),
     "core.extensions": (
-        *("core.extensions", "core.chains", "core.terms", "core.blocks", "core.records", "core.objectives"),
+        *("core.extensions", "core.run", "core.chains", "core.terms", "core.blocks", "core.records", "core.objectives"),
         *("core.advantages", "core.learner", "core.sampler", "core.rollout", "core.config", "envs", *BELOW),
     ),
     "core": ("core", "envs", *BELOW),  # the commands: grpo, eval, sampling, sft

@@ -2,6 +2,7 @@
 
 from core.advantages import ObjectiveConfig
 from core.config import Config
+from core.extensions.stored import describe_stored
 from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.trial import tried_parts
@@ -19,7 +20,10 @@ UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
 def training_notes(
     config: Config, learner: Learner, params: Params | Adapters, worker: RolloutWorker
 ) -> list[str]:
-    """Returns a line for each decision about memory, loss, optimizer and rollouts. Raises: as `describe_parts`."""
+    """Returns a line for each decision about memory, loss, optimizer and rollouts.
+
+    Raises: UserError for parts of the reward and for stored rollouts that are not there.
+    """
     notes = (
         *learner.notes,
         describe_objective(config.objective),
@@ -29,6 +33,7 @@ def training_notes(
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
+        describe_stored(config, worker.tokenizer),
         describe_limits(learner),
     )
     return list(filter(None, notes))

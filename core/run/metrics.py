@@ -24,8 +24,9 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
         "env/groups_without_signal": 1 - float(np.mean(episodes.has_signal)),
         "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
-        "rollout/tokens_per_second": float(lengths.sum() / episodes.times["rollout"]),
     }
+    if np.any(episodes.completions.slot_steps):  # rollouts of --rollouts_from were not sampled here
+        metrics["rollout/tokens_per_second"] = float(lengths.sum() / episodes.times["rollout"])
     for name, x in episodes.scores.items():
         metrics.setdefault(f"env/{name}", float(x[is_graded].sum() / num_graded))
     for reason in sorted({*episodes.stops}):
@@ -101,9 +102,9 @@ def speed_metrics(
     """
     completions = episodes.completions
     num_tokens = episodes.completion_lengths.sum()
-    speed = {"speed/occupancy": float(num_tokens / np.sum(completions.slot_steps))}
-    limits = limits_of(layout, model.dtype)
-    if limits:
+    is_sampled, limits = np.any(completions.slot_steps), limits_of(layout, model.dtype)
+    speed = {"speed/occupancy": float(num_tokens / np.sum(completions.slot_steps))} if is_sampled else {}
+    if is_sampled and limits:
         arrays = completions.tokens, completions.prompt_lengths, completions.lengths, completions.mask
         seconds = decode_seconds(model, measure_rows(*map(np.asarray, arrays)), limits) / rollout_layout.mesh.size
         speed["speed/decode_roofline"] = seconds / episodes.times["rollout"]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from core.records import Batch, Episodes
+from core.records import Batch, Completions, Episodes
 from core.rollout import RolloutWorker
 from envs.base import Env
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.evaluation.tables import Result
 from utils.files import read_arrays
-from utils.metrics.jsonl import JSON, JSONRow
+from utils.metrics.jsonl import JSON, JSONRow, read_lines
 from utils.settings.errors import UserError
 
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
@@ -60,6 +60,8 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
     positions       int64 [B]       of the groups in the run; samples depend on them: see extras/replay.py
+    num_observed    int32 [B]       tokens of observations, of conversations
+    turn_rewards    float64 [B, K]  rewards of the turns of an episode, NaN behind the last one
     returns         float32 [B]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions
@@ -75,6 +77,12 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "groups": np.arange(num_rows, dtype=np.int32) // group_size,
         "positions": np.int64(episodes.positions),
     }
+    if episodes.conversations:
+        arrays["num_observed"] = np.asarray(completions.num_observed, np.int32)
+    if episodes.turn_rewards:
+        num_turns = max(map(len, episodes.turn_rewards))
+        padded = [[*rewards, *[np.nan] * (num_turns - len(rewards))] for rewards in episodes.turn_rewards]
+        arrays["turn_rewards"] = np.array(padded, np.float64)
     if any(episodes.forks):
         found = {row: forks for row, forks in enumerate(episodes.forks) if forks}
         forks = concatenate([*found.values()])
@@ -110,6 +118,54 @@ def read_rollouts(file: Path) -> dict[str, np.ndarray]:
     if (rows["prompt_lengths"] > rows["lengths"]).any():
         raise UserError(f"{file}: a row of prompt_lengths is above that of lengths: copy the file again")
     return rows | {"mask": rows["mask"].astype(bool)}
+
+
+def read_episodes(file: Path) -> Episodes:
+    """Returns the rollouts of a step, from its .npz, which --save_rollouts all writes, and its .jsonl.
+
+    Without times, failures by kind, problems, and what only the sampler knew: work, supports, routes.
+    Raises: UserError if the files do not fit together, or if a program began conversations anew.
+    """
+    arrays = read_rollouts(file)
+    rows = [row for _, row in read_lines(file.with_suffix(".jsonl"), most=0)]
+    num_rows, width = arrays["tokens"].shape
+    for name in ("logprobs", "finished", "failed", "groups", "returns"):
+        expected = (num_rows, width)[: 1 + (name == "logprobs")]
+        if name not in arrays or arrays[name].shape != expected:
+            raise UserError(f"{file} has no array {name} of the shape {[*expected]}: copy the file again")
+    if "forks/tokens" in arrays:
+        raise UserError(f"{file} has conversations that programs began anew, which are not read: name another run")
+    if len(rows) != num_rows:
+        lines = file.with_suffix(".jsonl")
+        raise UserError(f"{lines} has {len(rows)} rows and {file.name} {num_rows}: copy both again")
+    has_turns = "conversation" in rows[0]
+    turn_rewards = arrays.get("turn_rewards", np.zeros((0, 0)))
+    return Episodes(
+        completions=Completions(
+            tokens=np.int32(arrays["tokens"]),
+            mask=arrays["mask"],
+            logprobs=np.float32(arrays["logprobs"]),
+            lengths=np.int32(arrays["lengths"]),
+            prompt_lengths=np.int32(arrays["prompt_lengths"]),
+            finished=arrays["finished"].astype(bool),
+            slot_steps=np.zeros(num_rows, np.float32),
+            num_observed=np.int32(arrays.get("num_observed", np.zeros(num_rows))),
+        ),
+        task_ids=np.int64(arrays["tasks"]),
+        texts=[str(row["text"]) for row in rows],
+        scores={
+            "return" if name == "returns" else name.removeprefix("scores/"): np.float32(x)
+            for name, x in arrays.items()
+            if name == "returns" or name.startswith("scores/")
+        },
+        failed=arrays["failed"].astype(bool),
+        failures={},
+        times={},
+        stops=[str(row["stop_reason"]) for row in rows] if has_turns else [],
+        conversations=[row["conversation"] for row in rows] if has_turns else [],
+        turn_rewards=[rewards[~np.isnan(rewards)].tolist() for rewards in turn_rewards],
+        positions=np.int64(arrays["positions"]),
+    )
 
 
 def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:

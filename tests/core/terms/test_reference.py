@@ -6,11 +6,9 @@ import pytest
 from core import grpo
 from core.records import Batch
 from core.terms.reference import KLConfig, sampled_kl
-from models.checkpoint import load_model
-from models.decoder import forward, head
 from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, checksum, records
-from utils.devices.sharding import single_device
+from tests.oracles.stored import stored_logprobs
 from utils.settings.errors import UserError
 
 STEPS = 4
@@ -21,15 +19,6 @@ CASES = {
     "tempered": {"temperature": 0.7},
     "ahead": {"ahead": 1},
 }
-
-
-def ref_logprobs(arrays: dict[str, np.ndarray], temperature: float) -> np.ndarray:
-    """Returns float64 log-probabilities [B, T] of stored tokens, by a whole forward pass of the initial model."""
-    model, params, _ = load_model(FLAGS["model_dir"], single_device())
-    logits = np.float64(head(model, params, forward(model, params, arrays["tokens"])))[:, :-1] / temperature
-    logits -= logits.max(axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logits, arrays["tokens"][:, 1:, None], axis=-1)[..., 0]
-    return np.pad(chosen - np.log(np.exp(logits).sum(axis=-1)), ((0, 0), (1, 0)))
 
 
 @pytest.mark.parametrize("case", ["adapters", *slow("all parameters", "tempered", "ahead")])
@@ -52,7 +41,8 @@ def test_kl_is_k3_of_the_stored_rows_and_resumes_to_the_bit(case, tmp_path, monk
     assert [record["global_step"] for record in metrics if "kl" in record] == [2, 4]
     for step in (2, 4):
         arrays = dict(np.load(whole / "rollouts" / f"step_{step}.npz"))
-        x = (np.float64(arrays["logprobs"]) - ref_logprobs(arrays, flags.get("temperature", 1.0)))[arrays["mask"]]
+        reference = stored_logprobs(arrays, FLAGS["model_dir"], flags.get("temperature", 1.0))
+        x = (arrays["logprobs"] - reference)[arrays["mask"]]
         expected = np.mean(np.exp(-x) + x - 1)
         assert metrics[step - 1]["kl"] == pytest.approx(expected, rel=1e-4, abs=1e-8)
     assert metrics[3]["kl"] > 1e-3, "the policy has moved"
