@@ -7,11 +7,13 @@
     python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... recipes/games/run.sh
     python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
+    python imgs/make.py --ladder runs/ladder    # SEED=0, 1, 2 runs/ladder.sh
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
 
 import argparse
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from utils.reporting import plots
 from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
+RUNGS = ("models/tiny", "SFT", "IPO", "RLOO")
 RANKS = ("full", "rank1", "rank4", "rank16")
 WIDTHS, HEIGHT = (1000, 1000, 400), 900  # of the parts of the report's picture, pixels
 REWARDS = np.array([1, 0.1, 0.1, 0])  # of four completions in the drawing of the loop
@@ -110,6 +113,24 @@ def draw_loop(out: Path) -> None:
     out.write_text("\n".join([head, marker, *parts, "</svg>\n"]), encoding="utf-8")
 
 
+def draw_ladder(folder: Path, out: Path) -> None:
+    """Draws the held-out scores of each rung of runs/ladder.sh, a line for each seed, with their 95% intervals."""
+    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    axis = figure.subplots()
+    for number, file in enumerate(sorted(folder.glob("seed*/scores.json"))):
+        ipo, *others, rloo = json.loads(file.read_text())
+        rows = [*others, ipo, rloo]
+        scores, low, high = ([row[f"correct_answer{end}"] for row in rows] for end in ("", "_low", "_high"))
+        errors = np.subtract(scores, low), np.subtract(high, scores)
+        places = np.arange(len(rows)) + 0.06 * (number - 1)
+        axis.errorbar(places, scores, errors, fmt="o:", color=plots.COLORS[number], capsize=3, label=file.parent.name)
+    axis.set_xticks(range(len(RUNGS)), RUNGS)
+    axis.set_title("Correct answers of held-out problems", loc="left", fontsize=10)
+    axis.set_ylim(0)
+    axis.legend(frameon=False)
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loop", action="store_true", help="the drawing of a step, for loop.svg")
@@ -120,6 +141,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
     parser.add_argument("--lora_smollm", type=Path, metavar="FOLDER", help="the same of SmolLM2, for lora_smollm.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
+    parser.add_argument("--ladder", type=Path, metavar="FOLDER", help="the folder of runs/ladder.sh, for ladder.png")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
     if args.loop:
@@ -135,6 +157,8 @@ def main() -> None:
             objectives.draw(runs, HERE / f"{name}.png", "trained (seeds)")
     if args.objectives:
         objectives.draw(objectives.read_runs(args.objectives), HERE / "objectives.png")
+    if args.ladder:
+        draw_ladder(args.ladder, HERE / "ladder.png")
     if args.report:
         photograph(args.report, HERE / "report.png")
 
