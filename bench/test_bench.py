@@ -58,6 +58,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "scoring": f"--data_dir {ROOT.parent}/shared/data --workers 1 --seconds 0.1",
     "side": "lmpo VARIANT",
     "startup": "--repeats 1",
+    "task_sampling": "--dir FOLDER --short --seeds 1",
     "templates": f"--folders TRL/chat_templates {ROOT.parent}/shared/audit/correct/templates --tokenizer models/tiny",
     "train_step": f"{SHAPE} {ROWS}",
     "trl_dpo": "",

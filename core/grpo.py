@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -32,6 +33,7 @@ from jaxtyping import Bool, Int
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
+from core.extensions.bins import TaskBins, make_bins
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
 from core.extensions.stored import StoredRollouts
@@ -79,6 +81,7 @@ def main(config: Config) -> None:
         workers, state = prepare_ahead(workers, learner, state)
     else:
         workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
+    bins = make_bins(config, workers["env"]) if config.update.task_sampling == "bins" else None
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
@@ -86,10 +89,11 @@ def main(config: Config) -> None:
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         workers = with_few_shapes(workers)
         run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
-        rollouts = Rollouts(config, workers["env"], learner)
+        rollouts = Rollouts(config, workers["env"], learner, bins)
         if config.ahead:
+            collecting = partial(collect, bins=bins)
             rollouts = AheadRollouts(
-                config, workers["env"], learner, collect=collect, fraction_done=fraction_done, stack=run.stack
+                config, workers["env"], learner, collect=collecting, fraction_done=fraction_done, stack=run.stack
             )
         if config.update.rollouts_from:
             rollouts = StoredRollouts(config, workers["env"], groups_with_signal)
@@ -160,14 +164,14 @@ def train(
 class Rollouts:
     """Samples the rollouts of each step with the current policy, when the step begins."""
 
-    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner):
-        self.config, self.worker, self.learner = config, worker, learner
+    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: TaskBins | None):
+        self.config, self.worker, self.learner, self.bins = config, worker, learner, bins
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
         """Returns the state, the rollouts of the step after `progress`, and the progress after that step."""
         weights = self.worker.load_weights(self.learner.policy(state.params))  # cast and laid out for decoding
-        episodes, cursor = collect(self.worker, weights, self.config, progress.step + 1, progress.cursor)
-        return state, episodes, progress.after_step(cursor, len(episodes))
+        episodes, cursor = collect(self.worker, weights, self.config, progress, self.bins)
+        return state, episodes, progress.after_step(cursor, len(episodes), episodes.memory)
 
 
 def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -181,12 +185,16 @@ def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> 
     return tasks
 
 
-def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, cursor: int) -> tuple[Episodes, int]:
+def collect(
+    worker: RolloutWorker, weights: Weights, config: Config, progress: Progress, bins: TaskBins | None = None
+) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
     Returns all episodes, with the rows to train on in `batch_rows`, and the number of the next task.
     """
+    step, cursor = progress.step + 1, progress.cursor
     key = make_key(config.seed, step)
+    chosen = bins.choose(progress) if bins else None
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups
@@ -195,7 +203,10 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         positions = cursor + np.arange(num_groups)
-        tasks = task_numbers(config.seed, worker.num_tasks, positions)
+        if chosen:  # --task_sampling bins
+            tasks = chosen.tasks[positions - progress.cursor]
+        else:
+            tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run, since a task may occur twice in a step that begins a new epoch.
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns have no length reward.
@@ -212,7 +223,8 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
         # Tasks of groups that are not needed come again in the next step: a batch must not depend on the size of calls.
         cursor += num_groups if missing else int(groups[-1]) + 1
-    return replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows)), cursor
+    episodes = replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows))
+    return chosen.count(episodes, cursor) if chosen else episodes, cursor
 
 
 def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:

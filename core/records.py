@@ -65,6 +65,7 @@ class Episodes:
     positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # numbers of groups in the run
     has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
     metrics: dict[str, float] = field(default_factory=dict)  # extra metrics, which override others of the same name
+    memory: dict[str, JSON] = field(default_factory=dict)  # goes into Progress.memory
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:
@@ -206,5 +207,7 @@ class Progress:
     best: float | None = None  # best held-out return so far
     memory: dict[str, JSON] = field(default_factory=dict)  # numbers and text kept across steps; saved as JSON
 
-    def after_step(self, cursor: int, num_rollouts: int) -> Self:
-        return replace(self, step=self.step + 1, cursor=cursor, num_rollouts=self.num_rollouts + num_rollouts)
+    def after_step(self, cursor: int, num_rollouts: int, memory: dict[str, JSON] | None = None) -> Self:
+        num_rollouts += self.num_rollouts
+        memory = self.memory | (memory or {})
+        return replace(self, step=self.step + 1, cursor=cursor, num_rollouts=num_rollouts, memory=memory)

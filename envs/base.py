@@ -204,6 +204,10 @@ class Env:
         """Returns the problem with this number: a pure function of the index, the same in every process."""
         raise NotImplementedError
 
+    def bins(self) -> list[str]:
+        """Returns the name of each problem's bin, for --task_sampling bins; empty if the environment has none."""
+        return []
+
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 

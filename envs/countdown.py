@@ -74,6 +74,7 @@ class Countdown(Env):
 
     split: str = "train"
     numbers: int = 4
+    mixture: str = ""  # instead of `numbers`: how many numbers the problems have in turn, as 2+3+6
     min_number: int = 0
     max_number: int = 99
     max_target: int = 1000
@@ -87,7 +88,10 @@ class Countdown(Env):
     def __post_init__(self):
         check_choice("prompt", self.prompt, PROMPTS)
         check_choice("expression", self.expression, ("chain", "tree"))
-        if self.numbers < 1 or not 0 <= self.min_number <= self.max_number or self.max_target < 1:
+        if not re.fullmatch(r"(\d+(\+\d+)*)?", self.mixture):
+            raise UserError(f"mixture={self.mixture}: give how many numbers problems have, as 2+3+6")
+        self.sizes = [int(size) for size in self.mixture.split("+")] if self.mixture else [self.numbers]
+        if min(self.sizes) < 1 or not 0 <= self.min_number <= self.max_number or self.max_target < 1:
             raise UserError(
                 "Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1: correct --env_options"
             )
@@ -105,9 +109,10 @@ class Countdown(Env):
 
     def instance(self, index: int) -> tuple[tuple[int, ...], int]:
         """Returns the numbers and the target of this index: numbers of this split, and a target they can make."""
+        size = self.sizes[index % len(self.sizes)]
         rng = random.Random(f"countdown {self.split} {index}")  # seeded by the text's digest: the same in every process
         for _ in range(100_000):
-            numbers = tuple(rng.randint(self.min_number, self.max_number) for _ in range(self.numbers))
+            numbers = tuple(rng.randint(self.min_number, self.max_number) for _ in range(size))
             if self.expression == "chain":
                 numbers, target = chain_randomly(numbers, rng)
             if not self.is_of_split(numbers):
@@ -148,6 +153,12 @@ class Countdown(Env):
 
     def problem(self, index: int) -> Problem:
         return self.make_problem(*(self.instance(index) if self.split == "train" else self.instances[index]))
+
+    def bins(self) -> list[str]:
+        """Returns how many numbers each problem has."""
+        if self.split == "train":
+            return [str(self.sizes[index % len(self.sizes)]) for index in range(self.num_tasks)]
+        return [str(len(numbers)) for numbers, _ in self.instances]
 
     def make_problem(self, numbers: tuple[int, ...], target: int) -> Problem:
         text = PROMPTS[self.prompt].format(
@@ -226,6 +237,10 @@ class CountdownData(Countdown):
 
     def problem(self, index: int) -> Problem:
         return self.make_problem(*self.instances[index])
+
+    def bins(self) -> list[str]:
+        """Returns how many numbers each problem has."""
+        return [str(len(numbers)) for numbers, _ in self.instances]
 
 
 def read_row(row: RawRow) -> Row:

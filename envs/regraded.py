@@ -12,7 +12,8 @@ class Regraded(Env):
     """
 
     def __init__(self, env: Env, others: Mapping[str, Env]):
-        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "trials", "reward_row"):
+        methods = "problem", "episode", "close", "answer", "examples", "trials", "reward_row", "bins"
+        for name in (*Env.__annotations__, *methods):
             setattr(self, name, getattr(env, name))
         self.env, self.others = env, others
 

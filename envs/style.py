@@ -36,7 +36,7 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row"):
+        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row", "bins"):
             setattr(self, name, getattr(env, name))
         self.env = env
         self.style = style

@@ -4,7 +4,7 @@ import zlib
 
 from core.config import Config
 from core.grpo import collect, make_batch
-from core.records import Batch, Episodes
+from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs.base import Env, Problem
@@ -71,5 +71,5 @@ def make_worker(num_tasks: int, rows_per_call: int = 64, distribution: Distribut
 def collect_batch(worker: RolloutWorker, config: Config, cursor: int = 0) -> tuple[Batch, Episodes, int]:
     """The batch of a step, all of its episodes, and the number of the next task."""
     weights = worker.load_weights(random_params())
-    episodes, cursor = collect(worker, weights, config, step=1, cursor=cursor)
+    episodes, cursor = collect(worker, weights, config, Progress(cursor=cursor))
     return make_batch(episodes, config), episodes, cursor

@@ -60,7 +60,7 @@ class AheadRollouts:
     config: Config
     worker: AheadWorker
     learner: Learner
-    collect: Callable[[RolloutWorker, Weights, Config, int, int], Collected]
+    collect: Callable[[RolloutWorker, Weights, Config, Progress], Collected]
     fraction_done: Callable[[Config, RolloutWorker, Progress], float]
     stack: ExitStack
 
@@ -93,12 +93,12 @@ class AheadRollouts:
             "times/score": 0.0,  # part of the time waited for rollouts
             "times/rollout_ahead": sum(episodes.times.values()),
         }
-        progress = progress.after_step(cursor, len(episodes))
+        progress = progress.after_step(cursor, len(episodes), episodes.memory)
         jax.tree.map(lambda x: x.delete(), state.extra[BEHAVIOR])
         state = with_behavior(state, self.worker, self.learner)
         if self.fraction_done(self.config, self.worker, progress) < 1:
             self.start(state, progress)
-        return state, replace(episodes, metrics=waited), progress
+        return state, replace(episodes, metrics=episodes.metrics | waited), progress
 
     def start(self, state: TrainState, progress: Progress) -> None:
         """Starts to sample the rollouts of the step after `progress` in the thread."""
@@ -112,7 +112,7 @@ class AheadRollouts:
         worker = replace(self.worker, sampler=replace(self.worker.sampler, cancelled=self.cancelled))
         device = None if worker.own_base is None else worker.layout.mesh.devices.flat[0]
         with jax.default_device(device):
-            return self.collect(worker, weights, self.config, progress.step + 1, progress.cursor)
+            return self.collect(worker, weights, self.config, progress)
 
 
 def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> TrainState:

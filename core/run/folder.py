@@ -267,6 +267,8 @@ class Run:
             parts[roles[worker.name]] = {"return", "correct_answer", *worker.scorer.parts, *truncation}
             if worker.env.has_turns:
                 open_roles |= {roles[worker.name], "stop"}
+            if self.settings.get("task_sampling") == "bins":
+                open_roles |= {f"bins/{name}" for name in worker.env.bins()}
         check_rules(self.rules, metric_names(self.settings, parts), open_roles)
 
     def met_rule(self, progress: Progress, metrics: Mapping[str, JSON]) -> str:

@@ -65,6 +65,7 @@ class Dataset(Env):
         prompt: str = "",  # column, with dots before nested names (also below); "": prompt, question or messages
         answer: str = "",  # column; need not be there when a reward is given; "": answer, or verl's or Alpaca's
         messages: str = "",  # column of a conversation, whose last reply is the answer if there is no other
+        bin: str = "",  # column whose values are the bins of --task_sampling bins
         form: str = "any",  # form of the answer: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION, or several separated by commas
         reward_weights: str = "",  # factors of several rewards
@@ -112,6 +113,9 @@ class Dataset(Env):
                 self.note += "; episodes are graded one at a time: a reward that takes lists gets lists of one"
             self.note += "; a reply is correct from a return of 1 on, if the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
+        self.bin_column = bin
+        if place := next((row.place for row in self.rows if bin and not has_column(row.answer, bin)), ""):
+            raise UserError(f"bin={bin}: {place} has no such column: name a column of every row")
 
     @property
     def makes_prompts(self) -> bool:
@@ -188,6 +192,10 @@ class Dataset(Env):
         prompt, row, place = self.rows[index]
         tools = getattr(prompt, "tools", ()) or self.tools
         return Problem(as_messages(prompt, "user"), row, tools=tools, place=place)
+
+    def bins(self) -> list[str]:
+        """Returns the value of the column `bin` in each row."""
+        return [str(get_column(row.answer, self.bin_column)) for row in self.rows] if self.bin_column else []
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return self.adapter.episode(problem, seed, partial(self.grade, problem))

@@ -316,7 +316,7 @@ class Rewarded(Env):
     """
 
     def __init__(self, env: Env, rewards: RewardFunctions, code: tuple[Path, ...]):
-        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "reward_row"):
+        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "reward_row", "bins"):
             setattr(self, name, getattr(env, name))
         self.env, self.rewards, self.code = env, rewards, (*env.code, *code)
         self.truncation_penalty = 0.0

@@ -107,9 +107,18 @@ class ReasoningGym(Env):
                 raise UserError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
         self.problem(0)  # a data set without questions for this split fails here, not in the middle of a run
 
-    def problem(self, index: int) -> Problem:
+    def number_of(self, index: int) -> int:
+        """Returns the number of the data set that a problem is of."""
         weights = [spec.weight for spec in self.specs]
-        asked = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.asked, weights)[0]
+        return random.Random(f"reasoning_gym {self.seed} {index}").choices(range(len(weights)), weights)[0]
+
+    def bins(self) -> list[str]:
+        """Returns the data set of each problem, as `datasets` names it: a level of difficulty is its config."""
+        names = [spec.name + "".join(f" {key}={value}" for key, value in spec.config.items()) for spec in self.specs]
+        return [names[self.number_of(index)] for index in range(self.num_tasks)]
+
+    def problem(self, index: int) -> Problem:
+        asked = self.asked[self.number_of(index)]
         entry = asked.entry(index)
         if entry is not None:
             messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]

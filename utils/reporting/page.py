@@ -69,6 +69,7 @@ class Panel(NamedTuple):
     unit: str = ""  # "%": shares
 
 
+BIN_WEIGHT = re.compile("bins/(.*)/weight")  # metric of --task_sampling bins
 PANELS = (
     Panel(
         "Correct answers",
@@ -461,7 +462,7 @@ def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str
 
     `groups`: verdicts on runs together, each with a name.
     """
-    panels = [panel._asdict() for panel in PANELS]
+    panels = [panel._asdict() for panel in (*PANELS, bin_panel(runs))]
     curves, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("curves.js", "page.js"))
     digests = [hashlib.sha256(text.encode()).digest() for text in (curves, script)]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -475,6 +476,14 @@ def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: sections[match[1]], template)  # inserted text is not searched
+
+
+def bin_panel(runs: Sequence[Mapping[str, JSON]]) -> Panel:
+    """Returns the panel of the bins' weights, by the metrics of the runs."""
+    found = filter(None, (BIN_WEIGHT.fullmatch(name) for run in runs for name in run["metrics"]))
+    names = {match[0]: match[1] for match in found}
+    note = "Share of the groups that each bin of problems is likely to get: bins without signal keep a small share."
+    return Panel("Problems by bins", note, names, "%")
 
 
 def embed_json(data: JSON) -> str:

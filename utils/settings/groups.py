@@ -17,6 +17,12 @@ class UpdateConfig:
         4.0,
         "Limit on the groups sampled in a step, as a multiple of --groups_per_batch; groups without signal count too",
     )
+    task_sampling: str = option(
+        "uniform",
+        "Choice of the problems to train on; uniform: all alike; bins: more often those bins of the environment whose "
+        "groups are likely to have signal, by Thompson sampling of their pass rates",
+        ["uniform", "bins"],
+    )
     ppo_minibatch: int = option(64, "Rollouts of one optimizer step; 0: the whole batch")
     ppo_epochs: int = option(1, "Passes of the optimizer over the batch of a step (epochs)")
     do_inference_logprobs: bool = option(
@@ -35,6 +41,10 @@ class UpdateConfig:
         for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1: raise it")
+        if self.rollouts_from and self.task_sampling == "bins":
+            raise UserError(
+                "--rollouts_from reads rollouts of tasks that an earlier run chose: leave out --task_sampling bins"
+            )
         if self.ppo_minibatch < 0:
             raise UserError("--ppo_minibatch must not be negative: raise it, or give 0 for the whole batch")
 

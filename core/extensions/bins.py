@@ -1,0 +1,119 @@
+"""Problems by bins: --task_sampling bins samples those bins more often whose groups are likely to have signal.
+
+Each bin has counts of solved rollouts S and of all rollouts N, which fade. A pass rate is sampled from their posterior
+(Thompson sampling); a bin's weight is the chance that a group of it has signal.
+Source: marin-community/marin, PR 8769. N groups, G rollouts of each, K bins, M groups that a step may need.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from core.config import Config
+from core.records import Episodes, Progress
+from core.rollout import RolloutWorker
+from utils.settings.errors import UserError
+
+FADING = 0.95  # factor of the counts in each step
+REVERSION = 2.0  # rollouts that each step adds to the counts of each bin, half of them solved
+FLOOR = 0.05  # least share of the groups that go to all bins alike
+STREAM = 60  # sets these random numbers apart from others of (seed, step)
+MEMORY = "bins"  # in Progress.memory, by bin: solved rollouts, rollouts, groups so far
+
+
+@dataclass(frozen=True)
+class TaskBins:
+    """The tasks of each bin, and what chooses among them."""
+
+    tasks: dict[str, Int[np.ndarray, "_"]]  # by name
+    seed: int
+    group_size: int
+    max_groups: int
+
+    def choose(self, progress: Progress) -> "ChosenTasks":
+        """Returns the tasks of the step after `progress`, as many as it can need, by its memory, seed and step."""
+        counts = progress.memory.get(MEMORY, {})
+        solved, rollouts, starts = np.array([counts.get(name, (0.0, 0.0, 0)) for name in self.tasks]).T
+        rng = np.random.default_rng((self.seed, progress.step + 1, STREAM))
+        weights = bin_weights(rng.beta(1 + solved, 1 + rollouts - solved), self.group_size)
+        bins = rng.choice(len(self.tasks), size=self.max_groups, p=weights)
+        tasks, starts = np.empty_like(bins), starts.astype(int)
+        for number, own in enumerate(self.tasks.values()):
+            is_own = bins == number
+            size, count = len(own), is_own.sum()
+            if starts[number] % size + count > size:  # a new order, so that no task comes twice in the step
+                starts[number] += -starts[number] % size
+            epoch, offset = divmod(starts[number], size)
+            order = np.random.default_rng((self.seed, epoch)).permutation(size)
+            tasks[is_own] = own[order[offset : offset + count]]
+        return ChosenTasks(self, progress, weights, bins, tasks, starts)
+
+
+@dataclass(frozen=True)
+class ChosenTasks:
+    """The tasks of a step, in the order in which groups are sampled."""
+
+    sampling: TaskBins
+    before: Progress
+    weights: Float[np.ndarray, "K"]
+    bins: Int[np.ndarray, "M"]
+    tasks: Int[np.ndarray, "M"]
+    starts: Int[np.ndarray, "K"]  # groups of each bin before the step
+
+    def count(self, episodes: Episodes, cursor: int) -> Episodes:
+        """Returns the episodes with the new counts of each bin, and metrics of it. `cursor`: after the step.
+
+        Groups behind the last one that the batch needs come again in the next step, and are not counted.
+        """
+        shape = -1, self.sampling.group_size
+        num_groups = cursor - self.before.cursor
+        is_graded = ~episodes.failed.reshape(shape)[:num_groups]
+        is_solved = (episodes.scores["correct_answer"].reshape(shape)[:num_groups] > 0) & is_graded
+        old, new, metrics = self.before.memory.get(MEMORY, {}), {}, {}
+        for number, name in enumerate(self.sampling.tasks):
+            is_own = self.bins[:num_groups] == number
+            solved, rollouts, _ = old.get(name, (0.0, 0.0, 0))
+            num_solved, num_graded = int(is_solved[is_own].sum()), int(is_graded[is_own].sum())
+            new[name] = [
+                FADING * solved + num_solved + REVERSION / 2,
+                FADING * rollouts + num_graded + REVERSION,
+                int(self.starts[number] + is_own.sum()),
+            ]
+            metrics[f"bins/{name}/weight"] = float(self.weights[number])
+            if num_graded:
+                metrics[f"bins/{name}/pass_rate"] = num_solved / num_graded
+                metrics[f"bins/{name}/informative"] = float(episodes.has_signal[:num_groups][is_own].mean())
+        return replace(episodes, metrics=episodes.metrics | metrics, memory={MEMORY: new})
+
+
+def bin_weights(pass_rates: Float[np.ndarray, "K"], group_size: int) -> Float[np.ndarray, "K"]:
+    """Returns each bin's share of the groups: the chance that a group has signal, normalized, at least FLOOR / K."""
+    signal = 1 - pass_rates**group_size - (1 - pass_rates) ** group_size
+    weights = np.maximum(signal / signal.sum(), FLOOR / len(signal))
+    return weights / weights.sum()
+
+
+def make_bins(config: Config, worker: RolloutWorker) -> TaskBins:
+    """Returns the bins of an environment.
+
+    Raises: UserError if the environment has none, or only one, or one that is smaller than a step.
+    """
+    names = np.array(worker.env.bins())
+    if worker.fitting_ids is not None and len(names):
+        names = names[worker.fitting_ids]
+    tasks = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
+    if len(tasks) < 2:
+        found = f"the one bin {next(iter(tasks))}" if tasks else "no bins"
+        raise UserError(
+            f"--task_sampling bins: {worker.name} has {found}: give an environment with several, or --task_sampling "
+            "uniform"
+        )
+    max_groups = config.update.max_groups
+    smallest = min(tasks, key=lambda name: len(tasks[name]))
+    if len(tasks[smallest]) < max_groups:
+        raise UserError(
+            f"--task_sampling bins: bin {smallest} of {worker.name} has {len(tasks[smallest])} problems, and a step "
+            f"may need {max_groups}: give larger bins, or lower --groups_per_batch or --max_resampling"
+        )
+    return TaskBins(tasks, config.seed, config.update.group_size, max_groups)
