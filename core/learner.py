@@ -170,8 +170,7 @@ class Learner:
     def kl_to_reference(self, batch: Batch) -> float:
         """Returns an estimate of the KL divergence of the policy that sampled these rows from the reference model."""
         with self.out_of_memory():
-            outputs = self.compute_outputs(self.reference, replace(batch, routes=None))
-        return sampled_kl(batch, outputs.logprobs)
+            return sampled_kl(batch, self.compute_outputs(self.reference, replace(batch, routes=None)).logprobs)
 
     def compute_outputs(self, params: Policy, batch: Batch) -> TokenOutputs:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
