@@ -164,7 +164,7 @@ def train(
 class Rollouts:
     """Samples the rollouts of each step with the current policy, when the step begins."""
 
-    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: TaskBins | None):
+    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: TaskBins | None = None):
         self.config, self.worker, self.learner, self.bins = config, worker, learner, bins
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
