@@ -134,6 +134,8 @@ class Endpoint(Book):
         """Returns the session of a caller's key. Raises: Denied for a key that does not begin with --api_key."""
         if not caller.key.startswith(self.config.api_key):
             raise Denied("the key is wrong")
+        if caller.key not in self.sessions:
+            self.sessions = {key: session for key, session in self.sessions.items() if session.dialogues}
         return self.sessions.setdefault(caller.key, Session(caller.key))
 
     async def replies(self, caller: Caller, request: ChatRequest) -> tuple[list, list[Sampled]]:

@@ -112,7 +112,6 @@ class AgentSettings(NamedTuple):
     max_calls: int = 32  # replies of a program; behind them it gets a text that is not trained
     memory_gb: float = 4.0  # of a program and all that it starts
     dialect: str = "qwen"
-    context: int = 0  # tokens of a row, which the endpoint reports
 
 
 TURN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if not dialect.is_inline)  # results are messages

@@ -138,8 +138,7 @@ class ProgramChain(TurnChain):
 class AgentConversations(Conversations):
     """The programs of a rollout, one for each row: what they ask, and what they are paid."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def prepare(self) -> None:
         self.num_rows = len(self.problems)
         self.tokens_per_turn = 0
         self.host = self.stream.scorer.hold(partial(AgentHost, self.env.programs))
@@ -156,6 +155,7 @@ class AgentConversations(Conversations):
 
     def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
         self.wait, self.longest_prompt = wait, sampler.max_prompt_tokens
+        self.host.context = sampler.max_prompt_tokens + sampler.max_new_tokens
         return replace(sampler, make_chain=partial(ProgramChain, self, first_row))
 
     def start(self, rows: Int[np.ndarray, "B"], num_forks: int) -> Int[np.ndarray, "_"]:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
+import jax
+
 from core.chains.agents import AgentConversations
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
@@ -44,6 +46,7 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
     if env.has_turns:
         check_conversations(sampler, settings)
+    refuse([(bool(env.programs) and jax.process_count() > 1, "programs of agents run on one host: use one process")])
     make_replies = AgentConversations if env.programs else Conversations if env.has_turns else Replies
     return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
 

@@ -198,6 +198,10 @@ class Conversations(Replies):
         self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
         self.wait = Wait("")
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Is called when all rows are there."""
 
     def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
         """Returns a sampler whose rows are these episodes, beginning with this row."""

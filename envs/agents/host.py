@@ -58,6 +58,7 @@ class AgentHost(Book):
         server = Server({"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models})
         super().__init__(server, DIALECTS[settings.dialect], settings.max_calls)
         self.settings = settings
+        self.context = 0  # most tokens of a row
         self.runs: dict[str, AgentRun] = {}  # by key
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
         self.auxiliary: set[int] = set()  # rows that are not trained
@@ -106,7 +107,7 @@ class AgentHost(Book):
 
     async def models(self, _: JSON, caller: Caller) -> Payload:
         self.session_of(caller)
-        return model_list(MODEL, self.settings.context)
+        return model_list(MODEL, self.context)
 
     async def chat(self, body: JSON, caller: Caller) -> Payload:
         """Answers a program; sampling is the run's, whatever it asks for."""
@@ -208,7 +209,7 @@ class AgentHost(Book):
 def outcome_of(session: Session, report: Report, settings: AgentSettings) -> Ended | Failure:
     """Returns the reward that a program has printed, or why there is none."""
     if report.over == OVER_TIME:
-        return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds")
+        return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds", "raise timeout")
     if report.over == OVER_MEMORY:
         return Failure("reward_errors", f"its program took more than {settings.memory_gb:g} GB of memory")
     if report.status:

@@ -116,6 +116,7 @@ class Failure(NamedTuple):
 
     kind: str  # one of FAILURES
     reason: str  # may quote the reply: only its repr may reach a terminal
+    remedy: str = ""  # what to do; empty: that of its kind
 
 
 Outcome = Rewards | Step | Failure
@@ -144,11 +145,11 @@ def read_step(*fields: object) -> Step:
     return checked_step(Step(*fields))
 
 
-def read_failure(kind: str, reason: str) -> Failure:
+def read_failure(kind: str, reason: str, remedy: str = "") -> Failure:
     """Returns a failure of a worker's message. Raises: ValueError for an unknown kind."""
     if kind not in FAILURES:
         raise ValueError(f"{kind!r:.100} is no kind of failure")
-    return Failure(kind, str(reason))
+    return Failure(kind, str(reason), str(remedy))
 
 
 def job_size(job: Job) -> int:

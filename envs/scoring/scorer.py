@@ -142,9 +142,9 @@ class Scorer:
         self.has_scored |= len(failures) < len(jobs)
         fails_always = bool(jobs) and not self.has_scored and self.settings.max_error_share < 1
         if fails_always or len(failures) > max_failures(len(jobs), self.settings.max_error_share):
-            kind, reason = failures[0][1].kind, failures[0][1].reason
+            kind, reason, remedy = failures[0][1]
             written = f" (see {self.failures_file})" if self.failures_file else ""
-            remedy = "raise --score_timeout" if kind == "reward_timeouts" else "correct it"
+            remedy = remedy or ("raise --score_timeout" if kind == "reward_timeouts" else "correct it")
             what = blamed(jobs)
             raise UserError(
                 f"the {what} failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "

@@ -41,7 +41,8 @@ class CallError(ValueError):
 class ToolEpisode(Episode):
     """A conversation in which the policy calls tools, and which ends with its first reply without a call.
 
-    That reply, or the last one before a limit, is graded. Tools may be coroutine functions.
+    That reply, or the last one before a limit, is graded, without calls: what a tool has returned, called again, is no
+    answer. Tools may be coroutine functions.
     """
 
     def __init__(self, tools: Sequence[ToolFunction], settings: ToolSettings, grade: LastGrade):
@@ -51,10 +52,10 @@ class ToolEpisode(Episode):
         self.dialect = DIALECTS[settings.dialect]
         self.num_calls = 0  # calls that were run, with and without an error
         self.num_errors = 0  # errors of calls, run or not
-        self.text = ""  # text of the last reply
+        self.text = ""  # what the last reply says
 
     def act(self, reply: Reply) -> Step:
-        self.text = reply.text
+        self.text = self.without_calls(reply)
         if not reply.calls:
             return self.truncate()
         num_calls, num_errors = self.num_calls, self.num_errors
@@ -68,6 +69,13 @@ class ToolEpisode(Episode):
         scores = {"tool_calls": 0.0, "tool_errors": 0.0, **self.grade(self.text)}
         reward = scores.pop("return")
         return Step([], reward, done=True, info=scores)
+
+    def without_calls(self, reply: Reply) -> str:
+        """Returns the text of a reply before its first call."""
+        opening = self.dialect.opening
+        if not reply.calls:
+            return reply.text
+        return reply.text.partition(opening)[0] if opening else ""
 
     def message(self, reply: Reply, result: str) -> dict[str, str]:
         """Returns the message with a result; behind an inline call that was not closed, it is a user's."""

@@ -1012,3 +1012,18 @@ def test_a_call_is_read():
         assert parse_call(json.dumps(wrapped)) == ("f", {"x": 1})
     with pytest.raises(CallError):
         parse_call("f")
+
+
+@pytest.mark.parametrize("dialect", ["qwen", "json"])
+def test_a_call_is_no_answer(dialect):
+    """Found in a run: a policy that gave a tool's result to the tool again, up to the limit of turns, was paid."""
+    env = make_env("calculator", dialect=dialect)
+    problem = env.problem(0)
+    call = json.dumps({"name": "calculate", "arguments": {"expression": str(problem.answer)}})
+    text = f"<tool_call>{call}</tool_call>" if dialect == "qwen" else call
+    episode = env.episode(problem, 0)
+    (said,) = episode.act(Reply(text, (call,))).messages
+    assert said["content"] == str(problem.answer)
+    episode.act(Reply(text, (call,)))
+    assert episode.truncate().reward == 0
+    assert episode.act(Reply(f"It is {problem.answer}.")).reward == 1

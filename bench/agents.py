@@ -1,0 +1,247 @@
+"""Environments beside the same games as programs of the openai package: rows, turns rendered again, and speed.
+
+    pip install openai    # into an environment of its own: ~/venv-agents
+    python bench/agents.py --python ~/venv-agents/bin/python --env guess --model_dir models/player
+    python bench/agents.py --python ~/venv-agents/bin/python --env calculator --model_dir coder-0.5b --groups 8
+
+Both play the same problems with the same keys over one number of slots. A program waits at random before it asks, and
+as many run at a time as there are slots, so that rows arrive in another order. `bits`: rows whose log-probabilities
+are equal to the bit. With --slots 1 all rows stand in the same slot.
+
+Then the prompts of all turns behind the first are rendered again from texts, as a proxy in front of an engine has to:
+by transformers' apply_chat_template with the model's own template and with those of --templates. Each is compared with
+the tokens that were sampled and continued under that template.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import utils.settings.packages  # noqa: F401 (says what to install)
+
+import numpy as np
+
+from bench.common import markdown_table
+from bench.templates import NAMES, make_tokenizer
+from core.records import Episodes
+from core.rollout import RolloutWorker, make_worker
+from core.sampler import SamplingConfig
+from envs import make_env, parse_options
+from envs.scoring.shaping import RewardConfig
+from envs.settings import EnvConfig, resolve_settings
+from models.checkpoint import load_model
+from models.messages import tool_schema
+from models.names import Weights
+from models.tokenizer import Tokenizer
+from utils.devices.sharding import single_device
+from utils.settings.errors import UserError
+from utils.threefry import make_key
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = {"guess": "prompt=bare", "calculator": "dialect=json,max_operations=2,thinking=off"}
+PROGRAM = f"""
+import json, os, random, sys, time
+from openai import OpenAI
+
+sys.path.insert(0, {str(ROOT)!r})
+row = json.loads(os.environ["ROW"])
+client = OpenAI(max_retries=0, timeout=600)
+messages = row["opening"]
+more = {{"tools": row["tools"]}} if row["tools"] else {{}}
+if row["turn_tokens"]:
+    more["max_tokens"] = row["turn_tokens"]
+
+
+def ask():
+    message = client.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+    messages.append(message)
+    return message
+
+
+time.sleep(random.random())
+"""
+GUESS = """
+import re
+
+for turn in range(5):
+    numbers = re.findall(r"[0-9]{1,9}", ask().content)
+    if numbers and int(numbers[-1]) == row["number"]:
+        print(1 - 0.05 * turn)
+        break
+    answer = "higher" if numbers and row["number"] > int(numbers[-1]) else "lower" if numbers else "number?"
+    messages.append({"role": "user", "content": answer})
+else:
+    print(0.0)
+"""
+CALCULATOR = """
+from envs.calculator import calculate
+from envs.grading.answers import final_answer
+from envs.grading.numerals import same_number
+
+for turn in range(4):
+    message = ask()
+    if not message.tool_calls:
+        break
+    for call in message.tool_calls:
+        try:
+            result = calculate(**json.loads(call.function.arguments))
+        except Exception as error:
+            result = str({"error": f"calculate: {error}" if isinstance(error, TypeError) else str(error)})
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+answer = final_answer(message.content or "", "any")
+print(float(answer is not None and same_number(row["number"], answer)))
+"""
+PROGRAMS = {"guess": GUESS, "calculator": CALCULATOR}
+
+
+def write_program(name: str, groups: int, folder: Path) -> None:
+    """Writes the program of an environment, and its problems as rows."""
+    env = make_env(name, **parse_options(OPTIONS[name]))
+    rows = []
+    for index in range(2 * groups):  # some are left for the valid split
+        problem = env.problem(index)
+        number = problem.answer.number if name == "guess" else str(problem.answer)
+        row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "number": number, "index": index}
+        rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn}) + "\n")
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "test.jsonl").write_text('{"number": 0}\n')
+    (folder / "agent.py").write_text(PROGRAM + PROGRAMS[name])
+
+
+def worker_of(options: argparse.Namespace, name: str, env_options: str, **more: object) -> tuple[RolloutWorker, Weights]:
+    """Returns a worker over pages with a fixed number of slots, and the weights."""
+    layout = single_device()
+    model, params, tokenizer = load_model(options.model_dir, layout, dtype="float32")
+    settings = resolve_settings(EnvConfig(name, env_options, **more), name, options.tokens, 0)
+    sampling = SamplingConfig(prompt_length=options.prompt_length, page_size=16, num_generation_tokens=options.tokens)
+    worker = make_worker(settings, sampling, RewardConfig(num_score_workers=1), model, tokenizer, layout)
+    sampler = worker.sampler
+    paging = replace(sampler.paging, num_slots=options.slots, adapts=False)
+    return replace(worker, sampler=replace(sampler, paging=paging)), worker.load_weights(params)
+
+
+def play(
+    worker: RolloutWorker, weights: Weights, tasks: Sequence[int], options: argparse.Namespace
+) -> tuple[Episodes, float]:
+    """Plays problems twice; returns the episodes, and the policy's tokens a second of the second time."""
+    tasks, places = np.array(tasks), np.arange(len(tasks))
+    worker.play(weights, tasks[:2], options.samples, make_key(0), places[:2])  # compiles
+    start = time.perf_counter()
+    episodes = worker.play(weights, tasks, options.samples, make_key(1), places)
+    return episodes, episodes.completions.mask.sum() / (time.perf_counter() - start)
+
+
+def rows_of(episodes: Episodes) -> Iterator[tuple[list[int], list[bool], np.ndarray]]:
+    completions = episodes.completions
+    for i, end in enumerate(completions.lengths.tolist()):
+        yield completions.tokens[i, :end].tolist(), completions.mask[i, :end].tolist(), completions.logprobs[i, :end]
+
+
+def compare_rows(native: Episodes, agent: Episodes) -> list[object]:
+    """Returns counts of rows that are equal, and how far log-probabilities are apart at most."""
+    num_equal, num_bits, apart = 0, 0, 0.0
+    for own, other in zip(rows_of(native), rows_of(agent), strict=True):
+        if own[:2] == other[:2]:
+            num_equal += 1
+            num_bits += np.array_equal(own[2], other[2])
+            apart = max(apart, float(np.abs(own[2] - other[2]).max()))
+    num_turns = sum(1 + len(said) // 2 for said in native.conversations)
+    return [len(native), num_turns, num_equal, num_bits, f"{apart:.1e}", int(agent.scores["forks"].sum())]
+
+
+def replies_of(episodes: Episodes, stop_ids: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Returns the tokens of each row's replies, without the one that ends them."""
+    for tokens, mask, _ in rows_of(episodes):
+        edges = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2).tolist()
+        replies = [tokens[start:end] for start, end in edges]
+        yield [reply[:-1] if reply[-1] in stop_ids else reply for reply in replies]
+
+
+def rendered_again(
+    tokenizer: Tokenizer, episodes: Episodes, stop_ids: Sequence[int], has_calls: bool
+) -> tuple[int, int]:
+    """Returns how many prompts behind the first differ if they are rendered from texts, and their number."""
+    num_different = num_all = 0
+    rows = zip(episodes.problems, episodes.conversations, replies_of(episodes, stop_ids), strict=True)
+    for problem, conversation, replies in rows:
+        messages = [*problem.messages, *conversation]
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"][: len(replies)]
+        ids = tokenizer.chat(messages[: places[0]], None, tools=problem.tools)
+        tools = [*map(tool_schema, problem.tools)] or None
+        for place, after, reply in zip(places, places[1:], replies, strict=False):
+            bridge = tokenizer.bridge(messages[:place], messages[place + 1 : after], None, tools=problem.tools)
+            ids = [*ids, *reply, *bridge.end, *bridge.ids]
+            said = [with_calls(message) if has_calls else message for message in messages[:after]]
+            again = tokenizer.hf.apply_chat_template(said, tools=tools, add_generation_prompt=True, return_dict=False)
+            num_all += 1
+            num_different += ids != again
+    return num_different, num_all
+
+
+def with_calls(message: dict) -> dict:
+    """Returns a message as an endpoint returns it: a reply that is a call has `tool_calls` instead of text."""
+    try:
+        call = json.loads(message["content"])
+        function = {"name": call["name"], "arguments": call["arguments"]}
+    except (ValueError, TypeError, KeyError):
+        return message
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default="python", help="Python that has openai")
+    parser.add_argument("--env", choices=PROGRAMS, default="guess")
+    parser.add_argument("--model_dir", default="models/player")
+    parser.add_argument("--groups", type=int, default=64, help="problems")
+    parser.add_argument("--samples", type=int, default=4, help="rows of a problem")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--prompt_length", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a row behind its prompt")
+    parser.add_argument("--templates", default="", help="folder of chat templates, NAME.jinja: see bench/templates.py")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_program(options.env, options.groups, folder)
+        command = shlex.join([os.path.expanduser(options.python), str(folder / "agent.py")])
+        dialect = ",dialect=json" if options.env == "calculator" else ""
+        worker, weights = worker_of(
+            options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl,thinking=off{dialect}",
+            agent=command, agent_processes=options.slots,
+        )  # fmt: skip
+        with worker:
+            agent, speed = play(worker, weights, range(options.groups), options)
+            tasks = [worker.env.problem(i).answer["index"] for i in range(options.groups)]
+        worker, weights = worker_of(options, options.env, OPTIONS[options.env])
+        with worker:
+            native, native_speed = play(worker, weights, tasks, options)
+    columns = ["rows", "turns", "tokens and masks equal", "bits", "log-probabilities apart", "forks", "speed"]
+    print("\n".join(markdown_table(columns, [[*compare_rows(native, agent), f"{speed / native_speed:.2f}"]])))
+    rows = []
+    files = [file for name in NAMES if (file := Path(options.templates, f"{name}.jinja")).is_file()]
+    for name, tokenizer in [("its own", worker.tokenizer), *named_tokenizers(files, options.model_dir)]:
+        try:
+            num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, options.env == "calculator")
+        except Exception as error:  # of the template
+            rows.append([name, "", f"refused: {str(error).splitlines()[0][:90]}"])
+        else:
+            rows.append([name, num_all, f"{num_different} ({num_different / max(1, num_all):.0%})"])
+    print("\n".join(markdown_table(["template", "prompts behind the first", "differ if rendered again"], rows)))
+
+
+def named_tokenizers(files: Sequence[Path], folder: str) -> Iterator[tuple[str, Tokenizer]]:
+    for file in files:
+        yield file.stem, make_tokenizer(file.read_text("utf-8"), Path(folder))[0]
+
+
+if __name__ == "__main__":
+    main()
