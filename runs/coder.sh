@@ -18,6 +18,7 @@ task="${TASK:-gsm8k}"
 runs="${RUNS:-runs/coder-$task}"
 mkdir -p "$runs"
 [[ $model != coder-0.5b ]] || "$python" runs/real_model.py "$model"
+env=dataset
 case $task in
 gsm8k)
     gsm8k="${GSM8K_DIR:?the folder of train.jsonl: github.com/openai/grade-school-math, grade_school_math/data}"
@@ -34,7 +35,6 @@ for name in ("train.jsonl", "test.jsonl"):
 END
     example="Question: Tom has 3 boxes of 12 pens and gives 6 away. How many are left?"
     example+=" Reply: He has 3 * 12 = 36 pens. Then 36 - 6 = 30 are left. \\boxed{30}"
-    env=dataset
     options="path=$runs/train.jsonl,test_path=$runs/test.jsonl"
     options+=",form=boxed,thinking=off,prefix=Reply:,system=Answer as in this example. $example"
     limits=(--prompt_length 176 --num_generation_tokens 80 --force_answer_at 0)
@@ -42,9 +42,22 @@ END
     also=(--also_eval "dataset-test(form=any)")
     ;;
 calculator)
-    env=calculator
-    options="dialect=json,max_operations=2,max_turns=3,thinking=off"
-    limits=(--prompt_length 256 --num_generation_tokens 96)
+    "$python" - "$runs" <<'END'
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, ".")
+from envs import make_env
+
+for split, number in {"train": 2000, "test": 256}.items():
+    env = make_env("calculator", split=split, prompt="bare", max_operations=2)
+    found = {env.problem(i).messages[0]["content"].removesuffix(" = ?"): env.problem(i).answer for i in range(number)}
+    rows = [{"prompt": f"What is {text}? Call the calculator once, then say the result.", "answer": str(value)}
+            for text, value in found.items()]
+    Path(sys.argv[1], f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+END
+    options="path=$runs/train.jsonl,test_path=$runs/test.jsonl,dialect=json,max_turns=3,thinking=off"
+    limits=(--prompt_length 256 --num_generation_tokens 128 --episode recipes/calculator/calculator.py:Calculator)
     batch=(--groups_per_batch 4 --max_steps 30 --test_interval 10)
     also=()
     ;;
