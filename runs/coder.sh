@@ -49,12 +49,13 @@ from pathlib import Path
 sys.path.insert(0, ".")
 from envs import make_env
 
-for split, number in {"train": 2000, "test": 256}.items():
-    env = make_env("calculator", split=split, prompt="bare", max_operations=2)
+for name, number in {"calculator": 2000, "calculator-test": 300}.items():
+    env = make_env(name, prompt="bare", max_operations=2)
     found = {env.problem(i).messages[0]["content"].removesuffix(" = ?"): env.problem(i).answer for i in range(number)}
     rows = [{"prompt": f"What is {text}? Call the calculator once, then say the result.", "answer": str(value)}
             for text, value in found.items()]
-    Path(sys.argv[1], f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = "test.jsonl" if "test" in name else "train.jsonl"
+    Path(sys.argv[1], file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 END
     options="path=$runs/train.jsonl,test_path=$runs/test.jsonl,dialect=json,max_turns=3,thinking=off"
     limits=(--prompt_length 256 --num_generation_tokens 128 --episode recipes/calculator/calculator.py:Calculator)
