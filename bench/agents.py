@@ -3,6 +3,7 @@
     pip install openai    # into an environment of its own: ~/venv-agents
     python bench/agents.py --python ~/venv-agents/bin/python --env guess --model_dir models/player
     python bench/agents.py --python ~/venv-agents/bin/python --env calculator --model_dir coder-0.5b --groups 8
+    python bench/agents.py --env countdown --model_dir models/tiny --groups 16    # speed: a function, 64 sessions
 
 Both play the same problems with the same keys over one number of slots. A program waits at random before it asks, and
 as many run at a time as there are slots, so that rows arrive in another order. `bits`: rows whose log-probabilities
@@ -47,7 +48,11 @@ from utils.settings.errors import UserError
 from utils.threefry import make_key
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = {"guess": "prompt=bare", "calculator": "dialect=json,max_operations=2,thinking=off"}
+OPTIONS = {
+    "guess": "prompt=bare",
+    "calculator": "dialect=json,max_operations=2,thinking=off",
+    "countdown": "numbers=3,max_number=15,prompt=bare",
+}
 PROGRAM = f"""
 import json, os, random, sys, time
 from openai import OpenAI
@@ -100,7 +105,17 @@ for turn in range(4):
 answer = final_answer(message.content or "", "any")
 print(float(answer is not None and same_number(row["number"], answer)))
 """
-PROGRAMS = {"guess": GUESS, "calculator": CALCULATOR}
+COUNTDOWN = """
+import json, os, urllib.request
+
+
+def play(opening, base_url):
+    body = json.dumps({"messages": opening}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)).read()
+    return 0.0
+"""
+PROGRAMS = {"guess": PROGRAM + GUESS, "calculator": PROGRAM + CALCULATOR, "countdown": COUNTDOWN}
 
 
 def write_program(name: str, groups: int, folder: Path) -> None:
@@ -109,12 +124,12 @@ def write_program(name: str, groups: int, folder: Path) -> None:
     rows = []
     for index in range(2 * groups):  # some are left for the valid split
         problem = env.problem(index)
-        number = problem.answer.number if name == "guess" else str(problem.answer)
+        number = getattr(problem.answer, "number", str(problem.answer))
         row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "number": number, "index": index}
         rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "test.jsonl").write_text('{"number": 0}\n')
-    (folder / "agent.py").write_text(PROGRAM + PROGRAMS[name])
+    (folder / "agent.py").write_text(PROGRAMS[name])
 
 
 def worker_of(options: argparse.Namespace, name: str, env_options: str, **more: object) -> tuple[RolloutWorker, Weights]:
@@ -154,7 +169,7 @@ def compare_rows(native: Episodes, agent: Episodes) -> list[object]:
             num_equal += 1
             num_bits += np.array_equal(own[2], other[2])
             apart = max(apart, float(np.abs(own[2] - other[2]).max()))
-    num_turns = sum(1 + len(said) // 2 for said in native.conversations)
+    num_turns = sum(1 + len(said) // 2 for said in native.conversations) or len(native)
     return [len(native), num_turns, num_equal, num_bits, f"{apart:.1e}", int(agent.scores["forks"].sum())]
 
 
@@ -213,6 +228,8 @@ def main() -> None:
         folder = Path(name)
         write_program(options.env, options.groups, folder)
         command = shlex.join([os.path.expanduser(options.python), str(folder / "agent.py")])
+        if options.env == "countdown":
+            command = f"{folder}/agent.py:play"
         dialect = ",dialect=json" if options.env == "calculator" else ""
         worker, weights = worker_of(
             options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl,thinking=off{dialect}",
@@ -226,6 +243,8 @@ def main() -> None:
             native, native_speed = play(worker, weights, tasks, options)
     columns = ["rows", "turns", "tokens and masks equal", "bits", "log-probabilities apart", "forks", "speed"]
     print("\n".join(markdown_table(columns, [[*compare_rows(native, agent), f"{speed / native_speed:.2f}"]])))
+    if not native.conversations:
+        return
     rows = []
     files = [file for name in NAMES if (file := Path(options.templates, f"{name}.jinja")).is_file()]
     for name, tokenizer in [("its own", worker.tokenizer), *named_tokenizers(files, options.model_dir)]:

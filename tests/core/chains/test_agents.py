@@ -1,6 +1,7 @@
 """Programs against the same episodes within the run: equal tokens, masks, log-probabilities, training; and forks."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ class Guess:
         return text, float(guess == self.number), guess == self.number, {}
 """
 PROGRAM = """
-import json, random, re, time, urllib.error, urllib.request
+import json, os, random, re, signal, subprocess, threading, time, urllib.error, urllib.request
 
 def ask(base_url, api_key, messages, **more):
     body = json.dumps({"messages": messages, "return_token_ids": True, "logprobs": True, **more}).encode()
@@ -87,6 +88,17 @@ def forging(low, high, number, base_url, api_key):
                 return 0.0
     ask(base_url, api_key, [{"role": "user", "content": "Guess 1 to 9."}])
     return 0.5
+
+def killed(low, high, number, base_url, api_key):
+    if number % 5 > 1:
+        return guess(low, high, number, base_url, api_key)
+    subprocess.Popen(["sleep", str(10**6 + number)], start_new_session=True)
+    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    for turn in range(number % 3):
+        messages += [ask(base_url, api_key, messages)["choices"][0]["message"], {"role": "user", "content": "lower"}]
+    threading.Timer(random.random() / 20, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    ask(base_url, api_key, messages)
+    time.sleep(60)
 
 def long(low, high, number, base_url, api_key):
     messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
@@ -195,6 +207,19 @@ def test_a_full_context_is_told_and_the_reward_still_counts(play):
     assert set(episodes.scores["return"]) == {0.5}
     assert not episodes.completions.finished.any()
     assert set(episodes.stops) == {"max_tokens"}
+
+
+@pytest.mark.slow
+def test_killed_programs_cost_their_own_episodes(folder, play):
+    """About 100 of 250, each at another place, with a process of their own that would go on."""
+    whole, episodes = play("guess", 125), play("killed", 125)
+    numbers = np.array([problem.answer["number"] for problem in episodes.problems])
+    np.testing.assert_array_equal(episodes.failed, numbers % 5 < 2)
+    assert 80 < episodes.failed.sum() < 120
+    rows = zip(rows_of(episodes), rows_of(whole), episodes.failed, strict=True)
+    assert all(own[:2] == other[:2] for own, other, is_killed in rows if not is_killed)
+    left = [file for file in Path("/proc").glob("[0-9]*/cmdline") if re.match(rb"sleep\x0010000", file.read_bytes())]
+    assert not left
 
 
 def test_forks_take_the_advantage_of_their_programs():
