@@ -44,7 +44,6 @@ from models.messages import tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import single_device
-from utils.settings.errors import UserError
 from utils.threefry import make_key
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,14 +124,16 @@ def write_program(name: str, groups: int, folder: Path) -> None:
     for index in range(2 * groups):  # some are left for the valid split
         problem = env.problem(index)
         number = getattr(problem.answer, "number", str(problem.answer))
-        row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "number": number, "index": index}
-        rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn}) + "\n")
+        row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "number": number}
+        rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn, "index": index}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "test.jsonl").write_text('{"number": 0}\n')
     (folder / "agent.py").write_text(PROGRAMS[name])
 
 
-def worker_of(options: argparse.Namespace, name: str, env_options: str, **more: object) -> tuple[RolloutWorker, Weights]:
+def worker_of(
+    options: argparse.Namespace, name: str, env_options: str, **more: str | int
+) -> tuple[RolloutWorker, Weights]:
     """Returns a worker over pages with a fixed number of slots, and the weights."""
     layout = single_device()
     model, params, tokenizer = load_model(options.model_dir, layout, dtype="float32")
@@ -249,7 +250,8 @@ def main() -> None:
     files = [file for name in NAMES if (file := Path(options.templates, f"{name}.jinja")).is_file()]
     for name, tokenizer in [("its own", worker.tokenizer), *named_tokenizers(files, options.model_dir)]:
         try:
-            num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, options.env == "calculator")
+            has_calls = options.env == "calculator"
+            num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, has_calls)
         except Exception as error:  # of the template
             rows.append([name, "", f"refused: {str(error).splitlines()[0][:90]}"])
         else:

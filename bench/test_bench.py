@@ -34,6 +34,7 @@ ROWS = "--groups_per_batch 2 --group_size 2 --num_generation_tokens 8"
 TINY_RUN = "--max_steps 1 --groups_per_batch 2 --group_size 2 --ppo_minibatch 0 --num_generation_tokens 16"
 SMALLEST = {  # options of each command; FOLDER: an empty one
     "ab": f"--dir FOLDER --seeds 3 --a= --b=--lr=1e-3 --config configs/demo.py {TINY_RUN} --num_eval_tasks 4",
+    "agents": "--env countdown --model_dir models/tiny --groups 2 --samples 2 --slots 4 --tokens 16",
     "bitwise": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --dtypes float32 --rows 64 --num_generation_tokens 8",
     "clients": "rewards",
     "compile": "--models tiny --rows 4 --columns 32",

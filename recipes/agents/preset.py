@@ -9,7 +9,7 @@ def get_config():
         "env_options": "",
         "test_env_name": "agent-test",
         "prompt_length": 64,
-        "max_steps": 40,
+        "max_steps": 20,
         "test_interval": 10,
         "num_eval_tasks": 256,
         "save_interval": 0,

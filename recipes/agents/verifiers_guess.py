@@ -16,14 +16,16 @@ import re
 import sys
 from pathlib import Path
 
-import verifiers as vf
-from datasets import Dataset
+try:
+    import verifiers as vf
+    from datasets import Dataset
+except ImportError:  # of the tests
+    vf = None
 
 SIZES = {"train": 4000, "test": 256}
-logging.disable()
 
 
-class Guess(vf.MultiTurnEnv):
+class Guess(vf.MultiTurnEnv if vf else object):
     """Find a number; each guess is answered with "higher" or "lower"."""
 
     async def env_response(self, messages: list, state: dict, **_) -> list[dict[str, str]]:
@@ -45,7 +47,7 @@ def found(completion: list, answer: str) -> float:
     return 1 - 0.05 * (len(guesses) - 1) if guesses and guesses[-1] == int(answer) else 0.0
 
 
-def load_environment() -> vf.Environment:
+def load_environment() -> "vf.Environment":
     """Returns the environment, as packages for verifiers do."""
     rows = {split: Dataset.from_list(examples(split)) for split in SIZES}
     return Guess(dataset=rows["train"], eval_dataset=rows["test"], rubric=vf.Rubric(funcs=[found]), max_turns=5)
@@ -68,7 +70,8 @@ if __name__ == "__main__":
     for split, number in SIZES.items():
         rows = [json.dumps({"index": index, "split": split}) + "\n" for index in range(number)]
         (folder / f"{split}.jsonl").write_text("".join(rows))
-else:  # loaded once, before programs are forked
+elif vf:  # once, before programs are forked
+    logging.disable()
     ENVIRONMENT = load_environment()
     EXAMPLES = {"train": ENVIRONMENT.get_dataset(), "test": ENVIRONMENT.get_eval_dataset()}
 

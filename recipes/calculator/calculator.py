@@ -1,4 +1,4 @@
-"""A calculator as a tool of your own class, in the form of TRL's environment_factory: `--episode calculator.py:Calculator`.
+"""A calculator as a tool of a class in the form of TRL's environment_factory: --episode calculator.py:Calculator.
 
 Its result says what to do with it. Qwen2.5-Coder-0.5B gives a bare number to the calculator again, up to the limit.
 """
