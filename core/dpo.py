@@ -26,10 +26,11 @@ from jaxtyping import Float
 
 from core.advantages import ObjectiveConfig
 from core.learner import Learner
-from core.records import Batch, differs
+from core.records import Batch, Completions, differs
 from core.run.card import DPO
 from core.run.folder import EnvironmentWorker, settings_of_adapters
 from core.run.metrics import loss_metrics, row_losses
+from core.run.rollouts import read_episodes
 from core.sft import SFTConfig, SftOptimizerConfig, SftRun, main
 from envs.data.messages import Messages
 from envs.data.rows import Row
@@ -41,12 +42,10 @@ from models.conversations import Conversation
 from models.state import TrainState
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.startup import ending_together
-from utils.files import read_arrays
 from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.options import group, option
 
-STORED = ("tokens", "mask", "lengths", "prompt_lengths", "groups", "returns", "failed")  # arrays of rollouts
 SIGNS = np.array([1.0, -1.0])  # of a chosen and a rejected row
 PairLosses = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N 2"]]  # losses; their slopes by a token's log p
 
@@ -172,28 +171,28 @@ def stored_pairs(run: str) -> list[Row]:
         raise UserError(f"--pairs_from {run} has no rollouts/step_N.npz: {advice}")
     tokenizer, rows = load_tokenizer(find_model(resolve_model_dir(run))), []
     for file in sorted(files, key=lambda file: int(file.stem.removeprefix("step_"))):
-        arrays = read_arrays(file, STORED)
-        returns = np.where(arrays["failed"], np.nan, arrays["returns"])
-        for number in np.unique(arrays["groups"]):
-            group = np.flatnonzero((arrays["groups"] == number) & np.isfinite(returns))
+        episodes = read_episodes(file)
+        returns = np.where(episodes.failed, np.nan, episodes.scores["return"])
+        for number in np.unique(episodes.positions):
+            group = np.flatnonzero((episodes.positions == number) & np.isfinite(returns))
             if differs(returns[group]):
                 pair = group[[returns[group].argmax(), returns[group].argmin()]]
-                sides = [stored_reply(tokenizer, arrays, row) for row in pair]
+                sides = [stored_reply(tokenizer, episodes.completions, row) for row in pair]
                 rows.append(Row(sides[0][:1], sides, f"{file}, group {number}"))
     if not rows:
         raise UserError(f"--pairs_from {run} has no group whose returns differ: {advice}, and more steps")
     return rows
 
 
-def stored_reply(tokenizer: Tokenizer, arrays: dict[str, np.ndarray], row: int) -> Messages:
+def stored_reply(tokenizer: Tokenizer, completions: Completions, row: int) -> Messages:
     """Returns a stored rollout as a conversation: its text tells which prompt it is of, its token ids are trained."""
-    start, end = arrays["prompt_lengths"][row], arrays["lengths"][row]
-    tokens = arrays["tokens"][row, :end]
+    start, end = completions.prompt_lengths[row], completions.lengths[row]
+    tokens = completions.tokens[row, :end]
     texts = tokenizer.hf.decode(tokens[:start]), tokenizer.hf.decode(tokens[start:])
     messages = Messages(
         {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
     )
-    messages.encoded = Conversation(tokens, arrays["mask"][row, :end])
+    messages.encoded = Conversation(tokens, completions.mask[row, :end])
     return messages
 
 

@@ -335,8 +335,8 @@ def test_pairs_from_a_run_are_the_best_and_the_worst_of_each_group(rollouts):
 def test_a_failed_grader_is_neither_best_nor_worst(rollouts, tmp_path):
     (tmp_path / "rollouts").mkdir()
     arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
-    for folder in ("step2", "config.json"):
-        (tmp_path / folder).symlink_to(rollouts / folder)
+    for file in ("step2", "config.json", "rollouts/step_1.jsonl"):
+        (tmp_path / file).symlink_to(rollouts / file)
     arrays["returns"] = np.float32([9, 2, 1, 0] * 3)
     arrays["failed"] = np.array([True, False, False, True] * 3)
     np.savez(tmp_path / "rollouts/step_1.npz", **arrays)
@@ -363,8 +363,8 @@ def test_a_run_without_pairs_is_refused_before_the_first_step(rollouts, tmp_path
     assert "has no rollouts/step_N.npz: name a run of core/grpo.py with --save_rollouts all" in capsys.readouterr().err
     arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
     (tmp_path / "flat/rollouts").mkdir(parents=True)
-    for folder in ("step2", "config.json"):
-        (tmp_path / "flat" / folder).symlink_to(rollouts / folder)
+    for file in ("step2", "config.json", "rollouts/step_1.jsonl"):
+        (tmp_path / "flat" / file).symlink_to(rollouts / file)
     np.savez(tmp_path / "flat/rollouts/step_1.npz", **arrays | {"returns": 0 * arrays["returns"]})
     assert run(tmp_path / "run", pairs_from=tmp_path / "flat") == 2
     assert "has no group whose returns differ" in capsys.readouterr().err
