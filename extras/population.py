@@ -135,7 +135,7 @@ class Member:
             with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
                 notes = training_notes(self.config, learner, self.state.params, workers["env"])
                 run.print(*run.notes, *workers["env"].notes, *notes)
-                rollouts = Rollouts(self.config, workers["env"], learner)
+                rollouts = Rollouts(self.config, workers["env"], learner, bins=None)
                 train(self.config, run, workers, rollouts, learner, self.state, self.progress)
         except SystemExit as end:
             self.status = end.code
