@@ -54,7 +54,7 @@ OPTIONS = {
 }
 PROGRAM = f"""
 import json, os, random, sys, time
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 sys.path.insert(0, {str(ROOT)!r})
 row = json.loads(os.environ["ROW"])
@@ -66,7 +66,11 @@ if row["turn_tokens"]:
 
 
 def ask():
-    message = client.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+    try:
+        message = client.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+    except BadRequestError:  # the context is full
+        print(0.0)
+        sys.exit()
     messages.append(message)
     return message
 
