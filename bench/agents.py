@@ -210,7 +210,7 @@ def rendered_again(
 def with_calls(message: dict) -> dict:
     """Returns a message as an endpoint returns it: a reply that is a call has `tool_calls` instead of text."""
     try:
-        call = json.loads(message["content"])
+        call = json.loads(message["content"].strip().removeprefix("```json").removesuffix("```"))
         function = {"name": call["name"], "arguments": call["arguments"]}
     except (ValueError, TypeError, KeyError):
         return message
@@ -235,9 +235,9 @@ def main() -> None:
         command = shlex.join([os.path.expanduser(options.python), str(folder / "agent.py")])
         if options.env == "countdown":
             command = f"{folder}/agent.py:play"
-        dialect = ",dialect=json" if options.env == "calculator" else ""
+        style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
         worker, weights = worker_of(
-            options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl,thinking=off{dialect}",
+            options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl{style}",
             agent=command, agent_processes=options.slots,
         )  # fmt: skip
         with worker:
