@@ -23,16 +23,19 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from transformers import AutoTokenizer
+
 from envs import make_env, parse_options
 from envs.grading.answers import final_answer
 from envs.grading.numerals import same_number
+from utils.files import read_arrays
 
 try:
     import datasets
     import peft
     import torch
     import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, TrainerCallback
 except ImportError:  # of the process that runs ours
     TrainerCallback = object
 
@@ -40,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MICROBATCH = 8  # rows
 
 
-def reward(completions: Sequence[str], answer: Sequence[str], **_) -> list[float]:
+def reward(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
     """Returns 1 for each reply whose box has the right number, as ours."""
     given = [final_answer(text, "boxed") for text in completions]
     pairs = zip(given, answer, strict=True)
@@ -97,11 +100,14 @@ def train_ours(settings: dict, folder: Path) -> tuple[list[dict], list[dict]]:
 def prompts_of(settings: dict, run: Path) -> list[dict]:
     """Returns the prompt and the answer of each group, in the order of a run."""
     env = make_env(settings["env_name"], **parse_options(settings["env_options"]))
-    rows = []
+    tokenizer, found = AutoTokenizer.from_pretrained(settings["model_dir"]), []
     for step in range(1, settings["max_steps"] + 1):
-        groups = {row["group"]: row for row in read_rows(run / f"rollouts/step_{step}.jsonl")}
-        rows += [{"prompt": row["prompt"], "answer": env.problem(row["task"]).answer} for row in groups.values()]
-    return rows
+        rows = read_arrays(run / f"rollouts/step_{step}.npz")
+        for row in range(0, len(rows["tasks"]), settings["group_size"]):
+            ids = rows["tokens"][row, : rows["prompt_lengths"][row]]
+            answer = env.problem(int(rows["tasks"][row])).answer
+            found.append({"prompt": tokenizer.decode(ids), "answer": answer["answer"]})
+    return found
 
 
 def read_rows(file: Path) -> list[dict]:
