@@ -122,19 +122,24 @@ def main(run: Path, python: str, num_steps: int) -> None:
     settings["max_steps"] = num_steps + 1
     with tempfile.TemporaryDirectory() as name:
         steps, rows = train_ours(settings, Path(name))
+        show("ours", ours := [step["times/step"] for step in steps[1:]], steps[-1]["memory/peak_gb"])
         work = Path(name, "work.json")
         work.write_text(json.dumps({"settings": settings, "rows": rows}))
         command = [os.path.expanduser(python), __file__, "theirs", str(work), name]
-        done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    show("ours", ours := [step["times/step"] for step in steps[1:]], steps[-1]["memory/peak_gb"])
+        lines = []
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            for line in filter(lambda line: line.startswith("{"), process.stdout):
+                print("TRL", line, end="", flush=True)
+                lines.append(json.loads(line))
+        if process.returncode:
+            raise SystemExit(process.returncode)
     show("TRL", theirs := [line["seconds"] for line in lines[1:]], lines[-1]["peak_gb"])
     print(f"TRL / ours: {statistics.median(theirs) / statistics.median(ours):.2f}")
 
 
 def show(side: str, seconds: Sequence[float], peak: float) -> None:
     each = ", ".join(f"{x:.1f}" for x in seconds)
-    print(f"{side}: {statistics.median(seconds):.1f} s a step ({each}), {peak:.1f} GB")
+    print(f"{side}: {statistics.median(seconds):.1f} s a step ({each}), {peak:.1f} GB", flush=True)
 
 
 if __name__ == "__main__":
