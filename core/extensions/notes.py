@@ -5,7 +5,6 @@ from core.config import Config
 from core.extensions.stored import describe_stored
 from core.learner import Learner
 from core.rollout import RolloutWorker
-from envs.scoring.trial import tried_parts
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
@@ -91,7 +90,7 @@ def describe_parts(config: Config, worker: RolloutWorker) -> str:
     weights = config.objective.parts.weights
     if not weights:
         return ""
-    found = tried_parts(worker.scorer, worker.env)
+    found = set() if worker.env.programs else {*worker.scorer.parts}  # a program names its own
     if found:
         found |= {"return", "correct_answer"} | ({"length_reward"} if config.rewards.length_reward else set())
         found |= {"truncation"} if worker.env.truncation_penalty else set()

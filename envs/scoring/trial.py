@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from envs.base import Env, Reply, Step, Trial
+from envs.base import Env, Reply, Trial
 from envs.grading.answers import FORMS
 from envs.scoring.helper import Failure, Group, Job, Outcome, Turns
-from envs.scoring.scorer import Scorer, ungrouped
+from envs.scoring.scorer import Scorer
 from utils.settings.errors import UserError, shorten
 
 NUM_TRIED = 3  # problems
@@ -88,14 +88,6 @@ def example_jobs(env: Env) -> list[Job]:
         turns = [Turns(0, (Reply(reply),), is_truncated=True) for reply in replies]
         jobs += [(index, reply) for reply in (replies if env.max_turns == 1 else [Turns(0, (), True), *turns])]
     return jobs
-
-
-def tried_parts(scorer: Scorer, env: Env) -> set[str]:
-    """Returns the names of the rewards of the replies that are tried; none if all fail, or if programs run."""
-    jobs = [] if env.programs else example_jobs(env)
-    outcomes = ungrouped(jobs, scorer.request_outcomes(jobs)) if jobs else []
-    parts = [outcome.info if isinstance(outcome, Step) else outcome for outcome in outcomes]
-    return set().union(*(part for part in parts if not isinstance(part, Failure)))
 
 
 def repeated_jobs(env: Env) -> list[Job]:
