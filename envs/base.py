@@ -258,3 +258,7 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
     """Raises UserError if the value of an option is none of its choices."""
     if value not in choices:
         raise UserError(f"{option}={value}: choose one of {', '.join(choices)}")
+
+
+# What an environment that changes another takes over from it; its own methods stand in its class.
+FOLLOWED = (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row", "bins")

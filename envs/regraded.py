@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from envs.base import Env, Problem
+from envs.base import FOLLOWED, Env, Problem
 
 
 class Regraded(Env):
@@ -12,8 +12,7 @@ class Regraded(Env):
     """
 
     def __init__(self, env: Env, others: Mapping[str, Env]):
-        methods = "problem", "episode", "close", "answer", "examples", "trials", "reward_row", "bins"
-        for name in (*Env.__annotations__, *methods):
+        for name in (*FOLLOWED, "problem"):
             setattr(self, name, getattr(env, name))
         self.env, self.others = env, others
 

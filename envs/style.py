@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.base import Env, Problem, check_choice
+from envs.base import FOLLOWED, Env, Problem, check_choice
 from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
@@ -36,7 +36,7 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row", "bins"):
+        for name in FOLLOWED:
             setattr(self, name, getattr(env, name))
         self.env = env
         self.style = style
