@@ -31,7 +31,7 @@ from models.conversations import encode_rows
 from models.lora import LORA_B, make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import ROOT, slow, train_here
+from tests.helpers import ROOT, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, kill_at, records, start
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config, parse
@@ -54,11 +54,6 @@ FLAGS = {
 near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
-def write(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def run(folder: Path, **flags) -> int:
     """Runs core/dpo.py in this process; returns its exit status."""
     try:
@@ -72,7 +67,7 @@ def run(folder: Path, **flags) -> int:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     rows = [{"prompt": f"{i} + 1 = ", "chosen": f"{i + 1}", "rejected": f"{i + 2}, or not"} for i in range(12)]
-    return write(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
+    return write_jsonl(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
 
 
 # Loss and gradient
@@ -217,18 +212,18 @@ def test_all_forms_of_a_pair_are_the_same_conversations(tmp_path):
     }
     expected = [[user(p), said(reply)] for p, *replies in texts for reply in replies]
     for name, rows in forms.items():
-        found, _ = pairs_of(write(tmp_path / f"{name}.jsonl", rows), test_fraction=0.0)
+        found, _ = pairs_of(write_jsonl(tmp_path / f"{name}.jsonl", rows), test_fraction=0.0)
         assert found == expected, name
     named = [{"x": {"q": p}, "good": c, "bad": r} for p, c, r in texts]
     columns = "prompt=x.q,chosen=good,rejected=bad"
-    assert pairs_of(write(tmp_path / "named.jsonl", named), test_fraction=0.0, columns=columns)[0] == expected
+    assert pairs_of(write_jsonl(tmp_path / "named.jsonl", named), test_fraction=0.0, columns=columns)[0] == expected
 
 
 def test_replies_of_the_prompt_are_not_trained_and_both_sides_are_held_out(tmp_path):
     tokenizer = load_tokenizer(ROOT / "models/tiny")
     prompts = [[user(f"{i}"), said("3"), user("More.")] for i in range(20)]
     rows = [{"chosen": [*prompt, said("4+3")], "rejected": [*prompt, said("9")]} for prompt in prompts]
-    trained, tests = pairs_of(write(tmp_path / "rows.jsonl", rows))
+    trained, tests = pairs_of(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert (len(trained), len(tests)) == (36, 4)
     assert [row[:-1] for row in tests[::2]] == [row[:-1] for row in tests[1::2]]
     encoded, _ = encode_rows(tokenizer, "rows", trained, **PairConfig("x").encoding)
@@ -238,7 +233,7 @@ def test_replies_of_the_prompt_are_not_trained_and_both_sides_are_held_out(tmp_p
 def test_a_pair_with_one_long_reply_is_dropped_whole(tmp_path):
     tokenizer = load_tokenizer(ROOT / "models/tiny")
     rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "2" * (1 + 200 * (i == 3))} for i in range(8)]
-    trained, _ = pairs_of(write(tmp_path / "rows.jsonl", rows), test_fraction=0.0)
+    trained, _ = pairs_of(write_jsonl(tmp_path / "rows.jsonl", rows), test_fraction=0.0)
     options = PairConfig("x", max_length=60, long_rows="drop").encoding
     kept, note = encode_rows(tokenizer, "rows", trained, **options)
     assert len(kept) == 14
@@ -247,7 +242,7 @@ def test_a_pair_with_one_long_reply_is_dropped_whole(tmp_path):
 
 def test_equal_replies_are_left_out_and_counted(tmp_path):
     rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "12"[i == 3]} for i in range(8)]
-    data, _ = read_written(PairConfig(str(write(tmp_path / "rows.jsonl", rows)), test_fraction=0.0))
+    data, _ = read_written(PairConfig(str(write_jsonl(tmp_path / "rows.jsonl", rows)), test_fraction=0.0))
     assert "1 pair of 8 rows (left out: 7 equal replies)" in data.env.note
 
 
@@ -273,7 +268,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_row_that_is_no_pair_is_refused_by_file_and_line(tmp_path, words):
-    file = write(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, REFUSED[words]])
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, REFUSED[words]])
     with pytest.raises(UserError, match=f"rows.jsonl:2 is malformed: .*{words}.* Correct it, or remove it"):
         pairs_of(file)
 
@@ -401,9 +396,9 @@ def test_folder_of_a_run_is_where_rl_starts(data, tmp_path):
 
 
 def test_other_pairs_do_not_resume_a_run(data, tmp_path, capsys):
-    own = write(tmp_path / "own.jsonl", [json.loads(line) for line in data.read_text().splitlines()])
+    own = write_jsonl(tmp_path / "own.jsonl", [json.loads(line) for line in data.read_text().splitlines()])
     assert run(tmp_path / "run", data=own, max_steps=1) == 0
-    write(own, [{**json.loads(line), "rejected": "other"} for line in data.read_text().splitlines()])
+    write_jsonl(own, [{**json.loads(line), "rejected": "other"} for line in data.read_text().splitlines()])
     assert run(tmp_path / "run", data=own, max_steps=2) == 2
     assert "holds a run with other data, own is" in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ from models.conversations import describe_prompts, encode_conversation, encode_r
 from models.lora import make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import ROOT, read_jsonl, rounding, slow, train_here
+from tests.helpers import ROOT, read_jsonl, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, difference, records
 from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
@@ -61,11 +61,6 @@ MARKED = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% if '</think>' not in m.content %}CLOSED{% endif %}{% generation %}{{ m.content }}\
 <|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"""
 MARKED = MARKED.replace("CLOSED", CLOSED)
-
-
-def write(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def run(folder: Path, **flags) -> int:
@@ -279,8 +274,9 @@ def test_all_forms_of_a_row_are_the_same_conversation(tmp_path):
     pairs = [(f"Say {i}.", f"<b>{i}</b>") for i in range(30)]
     texts = [{"prompt": prompt, "completion": reply} for prompt, reply in pairs]
     roles = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}] for prompt, reply in pairs]
-    files = [write(tmp_path / "texts.jsonl", texts), write(tmp_path / "lists.jsonl", [*map(columns_of, roles)])]
-    files += [write(tmp_path / "messages.jsonl", [{"messages": x, "tools": None, "source": "me"} for x in roles])]
+    files = [write_jsonl(tmp_path / "texts.jsonl", texts)]
+    files += [write_jsonl(tmp_path / "lists.jsonl", [*map(columns_of, roles)])]
+    files += [write_jsonl(tmp_path / "messages.jsonl", [{"messages": x, "tools": None, "source": "me"} for x in roles])]
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps([{"messages": x} for x in roles]).encode()))
     with (tmp_path / "rows.csv").open("w") as file:
         table = csv.DictWriter(file, ["prompt", "completion"])
@@ -296,7 +292,7 @@ def test_all_forms_of_a_row_are_the_same_conversation(tmp_path):
 @pytest.mark.parametrize("fraction", [0.05, 0.15, 0.35, 0.5, 0.7, 0.95])
 def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
     rows = [{"prompt": f"Say {i}.", "completion": f"{i} {k}"} for i in range(100) for k in range(1 + i % 3)]
-    data, tests = read_written(DataConfig(str(write(tmp_path / "rows.jsonl", rows)), test_fraction=fraction))
+    data, tests = read_written(DataConfig(str(write_jsonl(tmp_path / "rows.jsonl", rows)), test_fraction=fraction))
     trained, held_out = ({messages[0]["content"] for messages in part} for part in (data.env.conversations, tests))
     assert len(held_out) == round(100 * fraction)
     assert len(trained | held_out) == 100
@@ -314,7 +310,7 @@ def test_sft_and_dataset_hold_out_the_same_rows(tmp_path):
         for i in range(60)
     ]
     more = [{**row, "completion": f"another {k}"} for i, row in enumerate(rows) for k in range(i % 5)]
-    file = write(tmp_path / "rows.jsonl", [*rows, *more])
+    file = write_jsonl(tmp_path / "rows.jsonl", [*rows, *more])
     data, tests = read_written(DataConfig(str(file)))
     of_env = make_env("dataset-test", path=str(file))
     prompts = {of_env.problem(i).messages[0]["content"] for i in range(of_env.num_tasks)}
@@ -322,7 +318,7 @@ def test_sft_and_dataset_hold_out_the_same_rows(tmp_path):
     assert held_out == prompts
     assert len(held_out) == 6
     assert not held_out & {messages[0]["content"] for messages in data.env.conversations}
-    other = write(tmp_path / "tests.jsonl", rows[:3])
+    other = write_jsonl(tmp_path / "tests.jsonl", rows[:3])
     data, tests = read_written(DataConfig(str(file), test_data=str(other)))
     assert len(tests) == 3
     assert data.env.num_tasks == len(rows + more) - 3 - (0 + 1 + 2), "with their other replies"
@@ -342,7 +338,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_untrainable_row_is_refused_by_file_and_line(tmp_path, words):
-    file = write(tmp_path / "rows.jsonl", [{"messages": [ASK, SUM]}, REFUSED[words]])
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, SUM]}, REFUSED[words]])
     with pytest.raises(UserError, match=f"rows.jsonl:2 is malformed: .*({words}).* Correct it, or remove it"):
         read_written(DataConfig(str(file)))
 
@@ -397,7 +393,7 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     rows = [{"prompt": f"{i} + 1 = ", "completion": f"{i + 1}"} for i in range(12)]
-    return write(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
+    return write_jsonl(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
 
 
 @pytest.mark.parametrize("flags", [{"env_name": "poem"}, *slow({"lora_rank": 2})], ids=["full", "lora"])
@@ -452,17 +448,17 @@ def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
 
 
 def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
-    own = write(tmp_path / "own.jsonl", read_jsonl(data))
+    own = write_jsonl(tmp_path / "own.jsonl", read_jsonl(data))
     assert run(tmp_path / "run", data=own, max_steps=1) == 0
-    write(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
+    write_jsonl(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
     assert run(tmp_path / "run", data=own, max_steps=2) == 2
     assert "holds a run with other data, own is" in capsys.readouterr().err
 
 
 def test_other_held_out_rows_do_not_resume_a_run(data, tmp_path, capsys):
-    tests = write(tmp_path / "tests.jsonl", [{"prompt": f"{i}, ", "completion": f"{i + 1}"} for i in range(5)])
+    tests = write_jsonl(tmp_path / "tests.jsonl", [{"prompt": f"{i}, ", "completion": f"{i + 1}"} for i in range(5)])
     assert run(tmp_path / "run", data=data, test_data=tests, max_steps=1) == 0
-    write(tests, [{"prompt": f"{i}, ", "completion": "no"} for i in range(5)])
+    write_jsonl(tests, [{"prompt": f"{i}, ", "completion": "no"} for i in range(5)])
     assert run(tmp_path / "run", data=data, test_data=tests, max_steps=2) == 2
     assert "other data, held-out data is 5 conversations" in capsys.readouterr().err
 
@@ -528,7 +524,7 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
 
 def test_run_ends_by_a_rule_of_stop_at(tmp_path, capsys):
     rows = [{"prompt": f"Use {i} 4.", "completion": str(i)} for i in range(40)]
-    flags = {"data": write(tmp_path / "rows.jsonl", rows)}
+    flags = {"data": write_jsonl(tmp_path / "rows.jsonl", rows)}
     flags |= {"max_steps": 3, "num_epochs": 0, "batch_size": 4, "test_interval": 0}
     assert run(tmp_path / "run", **flags, stop_at="1: data/loss>0") == 0
     assert "--stop_at 1: data/loss>0 ended the run at step 1." in capsys.readouterr().out
