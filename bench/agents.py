@@ -3,7 +3,7 @@
     pip install openai    # into an environment of its own: ~/venv-agents
     python bench/agents.py --python ~/venv-agents/bin/python --env guess --model_dir models/player
     python bench/agents.py --python ~/venv-agents/bin/python --env calculator --model_dir coder-0.5b --groups 8
-    python bench/agents.py --env countdown --model_dir models/tiny --groups 16    # speed: a function, 64 sessions
+    python bench/agents.py --function --env countdown --model_dir models/tiny --groups 16    # speed, 64 sessions
 
 Both play the same problems with the same keys over one number of slots. A program waits at random before it asks, and
 as many run at a time as there are slots, so that rows arrive in another order. `bits`: rows whose log-probabilities
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -37,10 +38,12 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import SamplingConfig
 from envs import make_env, parse_options
+from envs.agents.protocol import read_message, reply_message
+from envs.base import DIALECTS, Dialect, Reply
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, resolve_settings
 from models.checkpoint import load_model
-from models.messages import tool_schema
+from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import single_device
@@ -51,6 +54,45 @@ OPTIONS = {
     "guess": "prompt=bare",
     "calculator": "dialect=json,max_operations=2,thinking=off",
     "countdown": "numbers=3,max_number=15,prompt=bare",
+}
+GAMES = {
+    "guess": """
+import re
+
+
+def game(ask, messages, row):
+    for turn in range(5):
+        numbers = re.findall(r"[0-9]{1,9}", ask().content or "")
+        if numbers and int(numbers[-1]) == row["number"]:
+            return 1 - 0.05 * turn
+        answer = "higher" if numbers and row["number"] > int(numbers[-1]) else "lower" if numbers else "number?"
+        messages.append({"role": "user", "content": answer})
+    return 0.0
+""",
+    "calculator": """
+def game(ask, messages, row):
+    from envs.calculator import calculate
+    from envs.grading.answers import final_answer
+    from envs.grading.numerals import same_number
+
+    for turn in range(4):
+        message = ask()
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            try:
+                result = calculate(**json.loads(call.function.arguments))
+            except Exception as error:
+                result = str({"error": f"calculate: {error}" if isinstance(error, TypeError) else str(error)})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    answer = final_answer(message.content or "", "any")
+    return float(answer is not None and same_number(row["number"], answer))
+""",
+    "countdown": """
+def game(ask, messages, row):
+    ask()
+    return 0.0
+""",
 }
 PROGRAM = f"""
 import json, os, random, sys, time
@@ -76,52 +118,37 @@ def ask():
 
 
 time.sleep(random.random())
+print(game(ask, messages, row))
 """
-GUESS = """
-import re
+FUNCTION = f"""
+import json, sys, urllib.error, urllib.request
+from types import SimpleNamespace
 
-for turn in range(5):
-    numbers = re.findall(r"[0-9]{1,9}", ask().content)
-    if numbers and int(numbers[-1]) == row["number"]:
-        print(1 - 0.05 * turn)
-        break
-    answer = "higher" if numbers and row["number"] > int(numbers[-1]) else "lower" if numbers else "number?"
-    messages.append({"role": "user", "content": answer})
-else:
-    print(0.0)
+sys.path.insert(0, {str(ROOT)!r})
+
+
+def play(row, base_url, api_key):
+    headers = {{"Authorization": "Bearer " + api_key}}
+    messages = row["opening"]
+    more = {{"max_tokens": row["turn_tokens"]}} if row["turn_tokens"] else {{}}
+    if row["tools"]:
+        more["tools"] = row["tools"]
+
+    def ask():
+        body = json.dumps({{"messages": messages, **more}}).encode()
+        answer = urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)).read()
+        messages.append(json.loads(answer)["choices"][0]["message"])
+        found = {{"tool_calls": None, **messages[-1]}}
+        return json.loads(json.dumps(found), object_hook=lambda fields: SimpleNamespace(**fields))
+
+    try:
+        return game(ask, messages, row)
+    except urllib.error.HTTPError:  # the context is full
+        return 0.0
 """
-CALCULATOR = """
-from envs.calculator import calculate
-from envs.grading.answers import final_answer
-from envs.grading.numerals import same_number
-
-for turn in range(4):
-    message = ask()
-    if not message.tool_calls:
-        break
-    for call in message.tool_calls:
-        try:
-            result = calculate(**json.loads(call.function.arguments))
-        except Exception as error:
-            result = str({"error": f"calculate: {error}" if isinstance(error, TypeError) else str(error)})
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-answer = final_answer(message.content or "", "any")
-print(float(answer is not None and same_number(row["number"], answer)))
-"""
-COUNTDOWN = """
-import json, os, urllib.request
 
 
-def play(opening, base_url):
-    body = json.dumps({"messages": opening}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)).read()
-    return 0.0
-"""
-PROGRAMS = {"guess": PROGRAM + GUESS, "calculator": PROGRAM + CALCULATOR, "countdown": COUNTDOWN}
-
-
-def write_program(name: str, groups: int, folder: Path) -> None:
+def write_program(name: str, groups: int, folder: Path, is_function: bool) -> None:
     """Writes the program of an environment, and its problems as rows."""
     env = make_env(name, **parse_options(OPTIONS[name]))
     rows = []
@@ -132,7 +159,8 @@ def write_program(name: str, groups: int, folder: Path) -> None:
         rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn, "index": index}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "test.jsonl").write_text('{"number": 0}\n')
-    (folder / "agent.py").write_text(PROGRAMS[name])
+    game = GAMES[name]
+    (folder / "agent.py").write_text(game + FUNCTION if is_function else "import json\n" + game + PROGRAM)
 
 
 def worker_of(
@@ -152,12 +180,13 @@ def worker_of(
 def play(
     worker: RolloutWorker, weights: Weights, tasks: Sequence[int], options: argparse.Namespace
 ) -> tuple[Episodes, float]:
-    """Plays problems twice; returns the episodes, and the policy's tokens a second of the second time."""
-    tasks, places = np.array(tasks), np.arange(len(tasks))
-    worker.play(weights, tasks[:2], options.samples, make_key(0), places[:2])  # compiles
-    start = time.perf_counter()
-    episodes = worker.play(weights, tasks, options.samples, make_key(1), places)
-    return episodes, episodes.completions.mask.sum() / (time.perf_counter() - start)
+    """Plays problems, first to compile, then --repeats times; returns the episodes, and the median of the seconds."""
+    tasks, places, seconds = np.array(tasks), np.arange(len(tasks)), []
+    for _ in range(1 + options.repeats):
+        start = time.perf_counter()
+        episodes = worker.play(weights, tasks, options.samples, make_key(1), places)
+        seconds.append(time.perf_counter() - start)
+    return episodes, median(seconds[1:])
 
 
 def rows_of(episodes: Episodes) -> Iterator[tuple[list[int], list[bool], np.ndarray]]:
@@ -187,9 +216,12 @@ def replies_of(episodes: Episodes, stop_ids: Sequence[int]) -> Iterator[list[lis
 
 
 def rendered_again(
-    tokenizer: Tokenizer, episodes: Episodes, stop_ids: Sequence[int], has_calls: bool
+    tokenizer: Tokenizer, episodes: Episodes, stop_ids: Sequence[int], dialect: Dialect | None
 ) -> tuple[int, int]:
-    """Returns how many prompts behind the first differ if they are rendered from texts, and their number."""
+    """Returns how many prompts behind the first differ if they are rendered from messages, and their number.
+
+    With a `dialect` replies are messages as an endpoint returns them, with `tool_calls`.
+    """
     num_different = num_all = 0
     rows = zip(episodes.problems, episodes.conversations, replies_of(episodes, stop_ids), strict=True)
     for problem, conversation, replies in rows:
@@ -200,30 +232,31 @@ def rendered_again(
         for place, after, reply in zip(places, places[1:], replies, strict=False):
             bridge = tokenizer.bridge(messages[:place], messages[place + 1 : after], None, tools=problem.tools)
             ids = [*ids, *reply, *bridge.end, *bridge.ids]
-            said = [with_calls(message) if has_calls else message for message in messages[:after]]
-            again = tokenizer.hf.apply_chat_template(said, tools=tools, add_generation_prompt=True, return_dict=False)
+            if dialect:
+                messages[place] = with_calls(tokenizer, reply, messages[place]["content"], dialect)
+            again = tokenizer.hf.apply_chat_template(
+                messages[:after], tools=tools, add_generation_prompt=True, return_dict=False
+            )
             num_all += 1
             num_different += ids != again
     return num_different, num_all
 
 
-def with_calls(message: dict) -> dict:
-    """Returns a message as an endpoint returns it: a reply that is a call has `tool_calls` instead of text."""
-    try:
-        call = json.loads(message["content"].strip().removeprefix("```json").removesuffix("```"))
-        function = {"name": call["name"], "arguments": call["arguments"]}
-    except (ValueError, TypeError, KeyError):
-        return message
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+def with_calls(tokenizer: Tokenizer, ids: Sequence[int], text: str, dialect: Dialect) -> Message:
+    """Returns a reply as a client gets it: its calls are `tool_calls`."""
+    calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
+    return read_message(reply_message(Reply(text, calls), dialect, 1, has_tools=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default="python", help="Python that has openai")
-    parser.add_argument("--env", choices=PROGRAMS, default="guess")
+    parser.add_argument("--env", choices=GAMES, default="guess")
+    parser.add_argument("--function", action="store_true", help="a function that needs no package, for speed")
     parser.add_argument("--model_dir", default="models/player")
     parser.add_argument("--groups", type=int, default=64, help="problems")
     parser.add_argument("--samples", type=int, default=4, help="rows of a problem")
+    parser.add_argument("--repeats", type=int, default=1, help="plays that are timed")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--prompt_length", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a row behind its prompt")
@@ -231,9 +264,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_program(options.env, options.groups, folder)
+        write_program(options.env, options.groups, folder, options.function)
         command = shlex.join([os.path.expanduser(options.python), str(folder / "agent.py")])
-        if options.env == "countdown":
+        if options.function:
             command = f"{folder}/agent.py:play"
         style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
         worker, weights = worker_of(
@@ -241,25 +274,32 @@ def main() -> None:
             agent=command, agent_processes=options.slots,
         )  # fmt: skip
         with worker:
-            agent, speed = play(worker, weights, range(options.groups), options)
+            agent, seconds = play(worker, weights, range(options.groups), options)
             tasks = [worker.env.problem(i).answer["index"] for i in range(options.groups)]
         worker, weights = worker_of(options, options.env, OPTIONS[options.env])
         with worker:
-            native, native_speed = play(worker, weights, tasks, options)
-    columns = ["rows", "turns", "tokens and masks equal", "bits", "log-probabilities apart", "forks", "speed"]
-    print("\n".join(markdown_table(columns, [[*compare_rows(native, agent), f"{speed / native_speed:.2f}"]])))
+            native, native_seconds = play(worker, weights, tasks, options)
+    columns = ["rows", "turns", "tokens and masks equal", "bits", "log-probabilities apart", "forks"]
+    print("\n".join(markdown_table(columns, [compare_rows(native, agent)])))
+    num_tokens = int(native.completions.mask.sum())
+    cost = 1000 * (seconds - native_seconds) / len(native)
+    length = num_tokens / len(native)
+    print(f"{length:.0f} tokens a row: {native_seconds:.2f} s as an environment, {seconds:.2f} s as programs")
+    print(f"a share of {native_seconds / seconds:.2f} of its tokens a second; {cost:.1f} ms a program")
     if not native.conversations:
         return
     rows = []
     files = [file for name in NAMES if (file := Path(options.templates, f"{name}.jinja")).is_file()]
+    dialect = DIALECTS.get(worker.env.dialect or "")
+    forms = [("", None), (", tool_calls", dialect)] if dialect else [("", None)]
     for name, tokenizer in [("its own", worker.tokenizer), *named_tokenizers(files, options.model_dir)]:
-        try:
-            has_calls = options.env == "calculator"
-            num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, has_calls)
-        except Exception as error:  # of the template
-            rows.append([name, "", f"refused: {str(error).splitlines()[0][:90]}"])
-        else:
-            rows.append([name, num_all, f"{num_different} ({num_different / max(1, num_all):.0%})"])
+        for form, of_calls in forms:
+            try:
+                num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, of_calls)
+            except Exception as error:  # of the template
+                rows.append([name + form, "", f"refused: {str(error).splitlines()[0][:90]}"])
+            else:
+                rows.append([name + form, num_all, f"{num_different} ({num_different / max(1, num_all):.0%})"])
     print("\n".join(markdown_table(["template", "prompts behind the first", "differ if rendered again"], rows)))
 
 

@@ -3,9 +3,10 @@
     pip install trl peft datasets    # into an environment of its own: ~/venv-trl
     python bench/trl_grpo.py runs/coder-gsm8k/run --python ~/venv-trl/bin/python --steps 4
 
-The folder is a run of core/grpo.py with --lora_rank whose answers are numbers. Both begin it anew, first ours, then TRL
-on the prompts of our steps, each in a process of its own. The first step, in which they compile, is not counted. TRL
-has its best settings on a CPU, as far as known: float32, sdpa attention, micro-batches of 8 rows, no checkpointing.
+The folder is a run of core/grpo.py, or has its config.json; its answers are numbers. Both begin it anew, first ours,
+then TRL on the prompts of our steps, each in a process of its own. The first step, in which they compile, is not
+counted. TRL samples by transformers, as it does by default, in the run's --dtype unless --their_dtype names another,
+with sdpa attention, micro-batches of --microbatch rows and no checkpointing.
 """
 
 import argparse
@@ -40,7 +41,6 @@ except ImportError:  # of the process that runs ours
     TrainerCallback = object
 
 ROOT = Path(__file__).resolve().parent.parent
-MICROBATCH = 8  # rows
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
@@ -62,21 +62,23 @@ class Clock(TrainerCallback):
 
 def train_theirs(work: dict, folder: str) -> None:
     """Runs TRL's trainer, and prints a line of JSON for each step."""
-    settings = work["settings"]
+    settings, microbatch = work["settings"], work["microbatch"]
+    is_cpu, dtype = not torch.cuda.is_available(), work["their_dtype"] or settings["dtype"] or "bfloat16"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     num_rows = settings["groups_per_batch"] * settings["group_size"]
     arguments = trl.GRPOConfig(
-        folder, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
-        bf16=False, optim="adamw_torch_fused", learning_rate=settings["lr"], lr_scheduler_type="constant",
+        folder, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=is_cpu,
+        bf16=dtype == "bfloat16", optim="adamw_torch_fused", learning_rate=settings["lr"], lr_scheduler_type="constant",
         max_steps=len(work["rows"]) // settings["groups_per_batch"], beta=0.0, gradient_checkpointing=False,
-        per_device_train_batch_size=MICROBATCH, gradient_accumulation_steps=num_rows // MICROBATCH,
+        per_device_train_batch_size=microbatch, gradient_accumulation_steps=num_rows // microbatch,
         num_generations=settings["group_size"], max_completion_length=settings["num_generation_tokens"],
         temperature=settings["temperature"], top_k=0, top_p=1.0, shuffle_dataset=False, dataloader_pin_memory=False,
     )  # fmt: skip
     matrices = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    adapters = peft.LoraConfig(r=settings["lora_rank"], lora_alpha=settings["lora_alpha"], target_modules=matrices)
+    rank, alpha = settings["lora_rank"], settings["lora_alpha"]
+    adapters = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=matrices) if rank else None
     trainer = trl.GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(settings["model_dir"], dtype=torch.float32), reward, arguments,
+        AutoModelForCausalLM.from_pretrained(settings["model_dir"], dtype=getattr(torch, dtype)), reward, arguments,
         datasets.Dataset.from_list(work["rows"]), callbacks=[Clock()], peft_config=adapters,
         processing_class=AutoTokenizer.from_pretrained(settings["model_dir"], padding_side="left"),
     )  # fmt: skip
@@ -84,7 +86,9 @@ def train_theirs(work: dict, folder: str) -> None:
 
 
 def peak_gb() -> float:
-    """Returns the most memory that this process has had, in GB."""
+    """Returns the most memory that this process has had, in GB: of a GPU, if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
@@ -114,21 +118,22 @@ def read_rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def main(run: Path, python: str, num_steps: int) -> None:
+def main(options: argparse.Namespace) -> None:
     """Prints the seconds of a step of each, and their ratio."""
-    settings = json.loads((run / "config.json").read_text())
+    settings = json.loads((options.run / "config.json").read_text())
     settings = {name: value for name, value in settings.items() if name != "run"}
     settings |= {"test_env_name": "", "also_eval": "", "save_interval": 0, "save_rollouts": "all"}
-    settings["max_steps"] = num_steps + 1
+    settings["max_steps"] = options.steps + 1
     with tempfile.TemporaryDirectory() as name:
         steps, rows = train_ours(settings, Path(name))
         show("ours", ours := [step["times/step"] for step in steps[1:]], steps[-1]["memory/peak_gb"])
         work = Path(name, "work.json")
-        work.write_text(json.dumps({"settings": settings, "rows": rows}))
-        command = [os.path.expanduser(python), __file__, "theirs", str(work), name]
+        theirs = {"settings": settings, "rows": rows, "microbatch": options.microbatch}
+        work.write_text(json.dumps(theirs | {"their_dtype": options.their_dtype}))
+        command = [os.path.expanduser(options.python), __file__, "theirs", str(work), name]
         lines = []
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            for line in filter(lambda line: line.startswith("{"), process.stdout):
+            for line in filter(lambda line: line.startswith('{"'), process.stdout):
                 print("TRL", line, end="", flush=True)
                 lines.append(json.loads(line))
         if process.returncode:
@@ -150,5 +155,6 @@ if __name__ == "__main__":
         parser.add_argument("run", type=Path, help="folder of a run of core/grpo.py")
         parser.add_argument("--python", default="python", help="Python that has TRL, peft and datasets")
         parser.add_argument("--steps", type=int, default=4, help="steps of each, behind the first")
-        options = parser.parse_args()
-        main(options.run, options.python, options.steps)
+        parser.add_argument("--microbatch", type=int, default=8, help="rows of TRL's micro-batches")
+        parser.add_argument("--their_dtype", default="", help="TRL's dtype; default: the run's")
+        main(parser.parse_args())

@@ -44,6 +44,7 @@ class Paging:
     num_slots: int = 0
     adapts: bool = True  # shapes follow a call, which makes more programs, and less work on a CPU
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY), compare=False)  # lengths of rows
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=16), compare=False)  # to continue a turn
     load: Counter[str] = field(default_factory=Counter, compare=False)  # sums over segments: see `PagedChain.launch`
 
     def take_load(self) -> dict[str, float]:

@@ -7,6 +7,7 @@
 #
 #     GSM8K_DIR=FOLDER bash runs/coder.sh   # the problems that take at most two calculations
 #     TASK=calculator bash runs/coder.sh    # arithmetic by calls in JSON, several turns; needs no data
+#     TASK=agent bash runs/coder.sh         # the same as a program of its own: pip install openai starlette uvicorn
 #
 # Then the models before and after solve 256 held-out problems greedily, and 64 of them four times each. The same
 # command again goes on where it stopped. Options are added to training: UNTIL=training bash runs/coder.sh --lr 3e-5
@@ -42,7 +43,7 @@ END
     batch=(--groups_per_batch 8 --max_steps 60 --test_interval 20)
     also=(--also_eval "dataset-test(form=any)")
     ;;
-calculator)
+calculator | agent)
     "$python" - "$runs" <<'END'
 import json, sys
 from pathlib import Path
@@ -58,13 +59,20 @@ for name, number in {"calculator": 2000, "calculator-test": 300}.items():
     file = "test.jsonl" if "test" in name else "train.jsonl"
     Path(sys.argv[1], file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 END
-    options="path=$runs/train.jsonl,test_path=$runs/test.jsonl,dialect=json,max_turns=3,thinking=off"
-    limits=(--prompt_length 256 --num_generation_tokens 128 --episode recipes/calculator/calculator.py:Calculator)
+    options="path=$runs/train.jsonl,test_path=$runs/test.jsonl,dialect=json,thinking=off"
+    limits=(--prompt_length 256 --num_generation_tokens 128)
+    if [[ $task == agent ]]; then
+        env=agent
+        limits+=(--agent recipes/calculator/calculator.py:play)
+    else
+        options+=",max_turns=3"
+        limits+=(--episode recipes/calculator/calculator.py:Calculator)
+    fi
     batch=(--groups_per_batch 4 --max_steps 10 --test_interval 10)
     also=()
     ;;
 *)
-    echo "TASK=$task: choose gsm8k or calculator" >&2
+    echo "TASK=$task: choose gsm8k, calculator or agent" >&2
     exit 2
     ;;
 esac

@@ -45,7 +45,7 @@ class Script:
         self.left[row] = num_left
         self.delay[row] = self.latency(row, len(self.turns[row]))
 
-    def observe(self, rows, is_blocking, patience=0.0):
+    def observe(self, rows, is_blocking, patience=None):
         found = {}
         while not found:
             found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}

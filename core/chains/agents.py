@@ -30,6 +30,7 @@ from envs.scoring.scorer import GradedReplies
 from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate, select_rows
+from utils.devices.threads import HURRY, Patience
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 from utils.threefry import threefry
@@ -54,6 +55,7 @@ class ProgramChain(TurnChain):
         num_rows, job = len(job.keys), job._replace(prompts=[longest] * len(rows), keys=keys)
         super().__init__(environment, first_row, sampler, weights, job)
         self.is_drawing[:] = False
+        self.has_begun = self.is_drawing.copy()
         self.table.prompts = self.table.prompts.copy()  # numbers of prompts, no longer of rows
         self.turn_tokens = np.full(len(rows), sampler.max_new_tokens)
         self.prompt_numbers: dict[tuple[int, ...], int] = {}
@@ -97,13 +99,22 @@ class ProgramChain(TurnChain):
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
         """Gives a row its prompt; equal prompts share pages."""
-        self.drawn.prompts[row] = prompt
-        self.prompt_lengths[row] = len(prompt)
-        self.drawn.first_tokens[row] = prompt[-1]
+        self.write_prompt(row, prompt)
         self.keys[row] = self.environment.key_of(self.number(row), self.keys[row])
         self.table.prompts[row] = self.prompt_numbers.setdefault(tuple(prompt), row)
         self.table.num_shared[row] = 0 if self.model.delta else (len(prompt) - 1) // self.sizes.page
-        self.is_drawing[row] = True
+        self.is_drawing[row] = self.has_begun[row] = True
+
+    def write_prompt(self, row: int, prompt: Sequence[int]) -> None:
+        self.drawn.prompts[row] = prompt
+        self.prompt_lengths[row] = len(prompt)
+        self.drawn.first_tokens[row] = prompt[-1]
+
+    def finish(self, row: int, is_finished: bool) -> None:
+        """Takes a row out; one whose program got no reply has a prompt too."""
+        if not self.has_begun[row]:
+            self.write_prompt(row, self.sampler.stop_ids[:1])
+        super().finish(row, is_finished)
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         return np.minimum(super().turn_limits(), self.turn_starts + self.turn_tokens)
@@ -191,11 +202,11 @@ class AgentConversations(Conversations):
             self.host.answer(row, self.sampled.pop(row)._replace(reply=reply._replace(text=text)))
         self.unasked -= rows
 
-    def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Asked | Ended | Failure]:
+    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Ended | Failure]:
         self.send(rows & self.unasked)
         return self.host.take(rows, num_needed, patience)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
+    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Observation]:
         outcomes = self.ask(rows, int(is_blocking), patience)
         observations = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: observation for row, observation in observations.items() if observation is not None}

@@ -267,6 +267,7 @@ class LaunchedSegment(NamedTuple):
     counts: Int[np.ndarray, "R"]
     versions: Int[np.ndarray, "R"]
     columns: SampledTokens
+    has_prefill: bool  # the cache of rows was computed before it
 
 
 class PagedChain:
@@ -288,6 +289,7 @@ class PagedChain:
         self.is_drawing = np.ones(num_rows, bool)
         self.is_over = np.zeros(num_rows, bool)
         self.was_forced = np.full(num_rows, not sampler.force_answer_at)
+        self.has_prefill = False  # before the next segment
 
         longest_prompt = int(self.prompt_lengths.max())
         if not sampler.paging.adapts and sampler.max_prompt_tokens < model.num_positions:
@@ -377,6 +379,7 @@ class PagedChain:
         rows = np.flatnonzero(is_behind).tolist()
         self.compute(jobs + [self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
         self.num_cached[rows] = num_known[rows]
+        self.has_prefill = bool(len(rows))
 
     def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> PrefillJob:
         """Returns the computation of some columns of a row."""
@@ -497,7 +500,13 @@ class PagedChain:
             pages_in_use=1 - num_free / self.sizes.num_pages,
         )
         return LaunchedSegment(
-            rows=rows, lanes=lanes, starts=starts, counts=counts, versions=self.versions[rows], columns=columns
+            rows=rows,
+            lanes=lanes,
+            starts=starts,
+            counts=counts,
+            versions=self.versions[rows],
+            columns=columns,
+            has_prefill=self.has_prefill,
         )
 
     def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
@@ -558,7 +567,8 @@ class PagedChain:
         """Takes a row out; `is_finished`: it was not truncated."""
         self.drawn.done[row] = is_finished
         self.is_over[row], self.is_drawing[row] = True, False
-        self.sampler.paging.ended.append(int(self.num_tokens[row]))
+        if self.num_tokens[row]:
+            self.sampler.paging.ended.append(int(self.num_tokens[row]))
         self.table.drop(row)
 
     def report(self) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from threading import Event
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from core.chains.pages import PagedChain
+from core.chains.pages import LaunchedSegment, PagedChain, PageSizes
 from core.chains.replies import Replies
 from core.records import Completions
 from core.sampler import ChainJob, Sampler
@@ -30,11 +31,9 @@ from models.messages import Message, is_begun
 from models.names import Weights
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
-from utils.devices.threads import between_turns
+from utils.devices.threads import HURRY, Patience, between_turns
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
-
-PATIENCE = 0.1  # wait of rows that can be sampled for late ones, as a share of the seconds of a segment
 
 
 class Observation(NamedTuple):
@@ -55,8 +54,8 @@ class TurnChain(PagedChain):
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
-        self.sizes = self.sizes._replace(steps=turn_steps(self.sampler, environment.tokens_per_turn))
-        self.segment_time = 0.0  # seconds of the last segment
+        self.sizes = self.sizes._replace(steps=turn_steps(self.sizes, environment.tokens_per_turn))
+        self.was_in_vain = False  # the last wait for late rows
         self.clock = time.perf_counter()
 
     def run(self, cancelled: Event) -> Completions:
@@ -77,18 +76,23 @@ class TurnChain(PagedChain):
         self.is_drawing[row] = False
         self.environment.end_turn(self.number(row), turn, -1 if is_cut_off and not num_left else num_left)
 
+    def read(self, segment: LaunchedSegment) -> None:
+        """Adds the tokens of a segment, and remembers how long it takes to begin or to continue rows."""
+        super().read(segment)
+        if segment.has_prefill:
+            self.sampler.paging.seconds.append(time.perf_counter() - self.clock)
+
     def between_segments(self, is_idle: bool) -> None:
         """Appends the observations that have come; waits for one if no row can be sampled."""
-        now = time.perf_counter()
-        if not is_idle:
-            self.segment_time = now - self.clock
         waiting = np.flatnonzero(~self.is_drawing & ~self.is_over)
         if waiting.size:
             rows = set(map(self.number, waiting.tolist()))
-            # A wait of up to one segment is cheaper than a segment for late rows alone.
-            patience = self.segment_time * (1.0 if is_idle else PATIENCE)
+            seconds = self.sampler.paging.seconds
+            may_wait = seconds and (is_idle or not self.was_in_vain)
+            patience = Patience(median(seconds), int(self.is_drawing.sum())) if may_wait else HURRY
             with between_turns():
                 observations = self.environment.observe(rows, is_idle, patience)
+            self.was_in_vain = not observations
             for number, observation in observations.items():
                 self.take(self.place(number), observation)
         self.clock = time.perf_counter()
@@ -112,9 +116,9 @@ class TurnChain(PagedChain):
             self.finish(row, observation.finished)
 
 
-def turn_steps(sampler: Sampler, tokens_per_turn: int) -> int:
+def turn_steps(sizes: PageSizes, tokens_per_turn: int) -> int:
     """Returns the steps of a segment of turns; short turns would wait for the end of a longer segment."""
-    return min(sampler.segment, tokens_per_turn or sampler.segment)
+    return min(sizes.steps, tokens_per_turn or sizes.steps)
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
@@ -262,15 +266,12 @@ class Conversations(Replies):
         dialect = DIALECTS[self.env.dialect]
         return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns the observations that have come for these rows, as tokens.
-
-        `is_blocking`: waits for at least one. It waits for the others for `patience` seconds.
-        """
+    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Observation]:
+        """Returns the observations that have come for these rows, as tokens; `is_blocking`: waits for at least one."""
         outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
-    def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Outcome]:
+    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Outcome]:
         """Returns the outcomes of these rows' turns that have come; with several processes, all outcomes."""
         if jax.process_count() > 1:
             return self.ask_together(sorted(rows))

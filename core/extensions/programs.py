@@ -89,23 +89,23 @@ def run_programs(
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
     """Yields the programs that `play` can need for `num_tasks`; none if their shapes depend on the lengths of rows."""
     if worker.sampler.paging.page:
-        steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.has_turns else 0
         if not worker.sampler.paging.adapts:
-            yield from page_programs(worker.sampler, params, num_tasks * num_samples, steps)
+            tokens_per_turn = worker.env.tokens_per_turn if worker.env.has_turns else 0
+            yield from page_programs(worker.sampler, params, num_tasks * num_samples, tokens_per_turn)
         return
     per_call = worker.prompts_per_call(num_tasks, num_samples)
     for num_prompts in {per_call, num_tasks % per_call} - {0}:
         yield from chain_programs(worker.sampler, params, num_prompts, num_samples)
 
 
-def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 0) -> Programs:
+def page_programs(sampler: Sampler, params: PyTree, num_rows: int, tokens_per_turn: int = 0) -> Programs:
     """Yields each program of sampling over pages whose shapes do not depend on a call.
 
-    `params`: arrays or their shapes; `steps`: of a segment; 0: as for single replies.
+    `params`: arrays or their shapes; `tokens_per_turn`: their limit; 0: none.
     """
     layout, model = sampler.layout, sampler.model
     sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
-    sizes = sizes._replace(steps=steps or sizes.steps)
+    sizes = sizes._replace(steps=turn_steps(sizes, tokens_per_turn))
     weights = yield from weight_programs(sampler, params)
     state = yield new_state, (model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
     last_tokens = row_shape(layout, sizes.num_slots)

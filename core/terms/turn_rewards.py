@@ -48,6 +48,8 @@ def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[
     by_token = np.zeros(mask.shape, np.float32)
     for row, of_turns in enumerate(episodes.turn_rewards):
         columns = np.flatnonzero(is_last[row])
+        if not columns.size:  # its program failed before it got a reply
+            continue
         by_token[row, columns[: len(of_turns)]] = of_turns
         by_token[row, columns[-1]] += rewards[row] - np.float32(sum(of_turns))
     return by_token

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task
 from envs.agents.protocol import BadRequest, chat_answer, model_list, read_chat
 from envs.agents.server import JSON, Caller, Denied, Payload, Server
-from envs.agents.sessions import Book, Ended, Session
+from envs.agents.sessions import FULL, Book, Ended, Session
 from envs.base import DIALECTS, AgentSettings
 from envs.own_code import ROOT, passed_variables
 from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
@@ -217,6 +217,10 @@ def outcome_of(session: Session, report: Report, settings: AgentSettings) -> End
         return Failure("reward_errors", f"its program ended with status {report.status}: {line}")
     if not session.dialogues:
         return Failure("reward_errors", "its program asked for no reply")
+    if not any(dialogue.said for dialogue in session.dialogues):
+        refused = session.dialogues[0].refused
+        remedy = "raise --prompt_length or --num_generation_tokens" if refused == FULL else ""
+        return Failure("reward_errors", f"its program got no reply: {refused}", remedy)
     rewards = read_rewards(report.line)
     if isinstance(rewards, str):
         return Failure("reward_errors", rewards)

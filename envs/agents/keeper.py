@@ -11,6 +11,8 @@ ends, the pipe closes, and the keeper ends them all.
 
 import asyncio
 import contextlib
+import encodings.idna  # noqa: F401 (the first connection of each program would import it)
+import gc
 import inspect
 import json
 import os
@@ -37,7 +39,7 @@ from utils.settings.errors import UserError
 KEEPER = "import sys; sys.path[0] = sys.argv[1]; from envs.agents.keeper import keep; keep(sys.argv[2])"
 MAX_OUTPUT = 2**16  # last bytes that a program prints, which are kept
 MAX_REPORT = 4000  # bytes: a pipe takes 4,096 in one piece
-INTERVAL = 0.25  # seconds between two looks at time and memory
+SHORTEST, INTERVAL = 0.001, 0.25  # seconds between two looks at time and memory
 OVER_TIME, OVER_MEMORY = "time", "memory"
 Function = Callable[..., object]
 
@@ -74,6 +76,7 @@ def keep(agent: str) -> None:
         except (UserError, ValueError) as problem:
             error = str(problem)
     os.write(reports, json.dumps({"error": error}).encode()[:MAX_REPORT] + b"\n")
+    gc.freeze()  # else a collection in a child would copy all pages
     wardens: dict[int, int] = {}  # process of each task
     with os.fdopen(tasks, "rb", buffering=0) as lines:
         for line in iter(lines.readline, b""):
@@ -124,9 +127,11 @@ def ward(task: Task, program: str | Function, reports: int, keeper: int) -> NoRe
     os.close(its_output)
     os.set_blocking(output, False)
     tail, deadline, over, status = Tail(), time.monotonic() + task.seconds, "", None
+    pause = SHORTEST
     while status is None and not over and os.getppid() == keeper:
         if select.select([output], [], [], INTERVAL)[0] and not tail.read(output):
-            time.sleep(INTERVAL / 10)  # it has closed its output, and goes on
+            time.sleep(pause)  # it has closed its output, and ends or goes on
+            pause = min(2 * pause, INTERVAL)
         ended, code = os.waitpid(child, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
         if time.monotonic() > deadline:

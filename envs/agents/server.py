@@ -78,6 +78,7 @@ class Server:
         settings = uvicorn.Config(
             app, log_level="critical", lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=1,
             limit_concurrency=4096, backlog=4096, h11_max_incomplete_event_size=2**16, ws="none",
+            log_config=None,  # else it closes the handlers of everybody's logs
         )  # fmt: skip
         self.server = uvicorn.Server(settings)
         self.loop = asyncio.new_event_loop()

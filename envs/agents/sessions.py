@@ -14,6 +14,7 @@ from envs.agents.protocol import BadRequest, ChatRequest, Message, Sampled, read
 from envs.agents.server import Server
 from envs.base import Dialect
 from envs.scoring.helper import Failure
+from utils.devices.threads import HURRY, Patience
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."
@@ -43,6 +44,7 @@ class Dialogue:
     asked: tuple[Message, ...] = ()  # messages of the last request
     answer: tuple[Message, Sampled] | None = None  # to it
     pending: asyncio.Future[Sampled] | None = None
+    refused: str = ""  # why the last request was
 
     def continues(self, request: ChatRequest) -> bool:
         """True if a request continues this conversation."""
@@ -99,14 +101,18 @@ class Book:
 
     # In the thread that samples
 
-    def take(self, rows: Set[int], num_needed: int = 0, patience: float = 0.0) -> dict[int, RowOutcome]:
+    def take(self, rows: Set[int], num_needed: int = 0, patience: Patience = HURRY) -> dict[int, RowOutcome]:
         """Removes and returns the outcomes of these rows that are there, by row.
 
-        It waits until there are `num_needed`, and `patience` seconds more while programs compute.
+        It waits until there are `num_needed`, then for programs that compute while it has `patience`.
         """
+
+        def num_come() -> int:
+            return len(rows & self.outcomes.keys())
+
         with self.has_changed:
-            self.has_changed.wait_for(lambda: len(rows & self.outcomes.keys()) >= num_needed)
-            self.has_changed.wait_for(lambda: not self.computing & rows, patience)
+            self.has_changed.wait_for(lambda: num_come() >= num_needed)
+            patience.wait(self.has_changed, num_come, lambda: not self.computing & rows)
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
     def answer(self, row: int, sampled: Sampled) -> None:
@@ -188,6 +194,7 @@ class Book:
         """Refuses the request that waits for a row's reply."""
         dialogue = self.waiting.pop(row, None)
         if dialogue and dialogue.pending and not dialogue.pending.done():
+            dialogue.refused = reason
             dialogue.pending.set_exception(BadRequest(reason))
 
     def end(self, session: Session) -> None:

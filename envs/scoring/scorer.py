@@ -42,6 +42,7 @@ from envs.scoring.helper import (
     max_failures,
 )
 from envs.scoring.processes import kill_tree, send_signal
+from utils.devices.threads import HURRY, Patience
 from utils.files import open_log
 from utils.settings.errors import UserError
 
@@ -419,14 +420,18 @@ class ScoringStream:
             self.error = self.error or error
             self.has_changed.notify_all()
 
-    def take(self, rows: Set[int], num_needed: int = 0, patience: float = 0.0) -> dict[int, Outcome]:
+    def take(self, rows: Set[int], num_needed: int = 0, patience: Patience = HURRY) -> dict[int, Outcome]:
         """Removes and returns the outcomes of these rows that are there, by row.
 
-        It waits until there are `num_needed`, and `patience` seconds more for the others.
+        It waits until there are `num_needed`, then for the others while it has `patience`.
         """
+
+        def num_come() -> int:
+            return len(rows & self.outcomes.keys())
+
         with self.has_changed:
-            self.has_changed.wait_for(lambda: self.error or len(rows & self.outcomes.keys()) >= num_needed)
-            self.has_changed.wait_for(lambda: self.error or rows <= self.outcomes.keys(), patience)
+            self.has_changed.wait_for(lambda: self.error or num_come() >= num_needed)
+            patience.wait(self.has_changed, num_come, lambda: self.error or rows <= self.outcomes.keys())
             if self.error:
                 raise self.error
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}

@@ -100,6 +100,16 @@ def killed(low, high, number, base_url, api_key):
     ask(base_url, api_key, messages)
     time.sleep(60)
 
+def fragile(low, high, number, base_url, api_key):
+    if number % 8 == 3:
+        raise ValueError("before it asks")
+    if number % 8 == 2:
+        try:
+            ask(base_url, api_key, [{"role": "user", "content": "\\nGuess 1 to 9." * 50}])
+        except urllib.error.HTTPError:
+            return 0.0
+    return guess(low, high, number, base_url, api_key)
+
 def long(low, high, number, base_url, api_key):
     messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
     try:
@@ -248,7 +258,7 @@ def test_forks_take_the_advantage_of_their_programs():
 
 
 def test_training_is_that_of_the_native_environment(folder, tmp_path):
-    """Two steps of a run, to the digit of their metrics; then forks are trained too."""
+    """Two steps of a run, to the digit of their metrics; forks are trained too, and programs may get no reply."""
     shared = [
         "--config", str(ROOT / "recipes/games/preset.py"), "--test_env_name", "", "--prompt_length", "64",
         "--groups_per_batch", "4", "--group_size", "4", "--ppo_minibatch", "16", "--max_steps", "2",
@@ -261,6 +271,7 @@ def test_training_is_that_of_the_native_environment(folder, tmp_path):
         "native": [f"{rows},max_turns=5", *game],
         "agent": [rows, "--env_name", "agent", "--agent", f"{agent}:guess"],
         "forking": [rows, "--env_name", "agent", "--agent", f"{agent}:forking"],
+        "fragile": [rows, "--env_name", "agent", "--agent", f"{agent}:fragile"],
     }
     metrics = {}
     for name, options in runs.items():
@@ -272,3 +283,7 @@ def test_training_is_that_of_the_native_environment(folder, tmp_path):
             assert agent[key] == pytest.approx(native[key], rel=1e-4), key
     assert metrics["forking"][0]["env/forks"] > 0
     assert metrics["forking"][0]["grad_norm"] != metrics["agent"][0]["grad_norm"]
+    assert sum(step["env/reward_errors"] for step in metrics["fragile"]) > 0
+    reasons = (tmp_path / "fragile/reward_failures.jsonl").read_text()
+    assert "before it asks" in reasons
+    assert "its program got no reply: the conversation is longer than the model's context length" in reasons
