@@ -74,18 +74,20 @@ def game(ask, messages, row):
     from envs.calculator import calculate
     from envs.grading.answers import final_answer
     from envs.grading.numerals import same_number
+    from envs.tools.episode import ToolEpisode, ToolSettings
 
+    tools = ToolEpisode([calculate], ToolSettings("json"), grade=None)
     for turn in range(4):
         message = ask()
-        if not message.tool_calls:
+        called = [call.function for call in message.tool_calls or []]
+        calls = [json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}) for call in called]
+        text = (message.content or "").strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+        if not calls and text.startswith("{"):  # a call that is not JSON comes back as text
+            calls = [text]
+        if not calls:
             break
-        for call in message.tool_calls:
-            try:
-                result = calculate(**json.loads(call.function.arguments))
-            except Exception as error:
-                result = str({"error": f"calculate: {error}" if isinstance(error, TypeError) else str(error)})
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    answer = final_answer(message.content or "", "any")
+        messages += [{"role": "tool", "content": tools.run(call)} for call in calls]
+    answer = None if calls else final_answer(message.content or "", "any")
     return float(answer is not None and same_number(row["number"], answer))
 """,
     "countdown": """

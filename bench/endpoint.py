@@ -93,6 +93,29 @@ module = importlib.import_module("openenv.core.harness.capture.validate_llm")
 report = module.validate_llm(base.removesuffix("/v1"), os.environ["NAME"], api_key=key)
 print("DONE", report.capture_level, report.logprobs_mode, report.tool_support, report.findings)
 """
+CAPTURE = """
+import socket
+from openai import OpenAI
+from openenv.core.harness.capture import CaptureServer, to_training_trace
+from openenv.core.harness.capture.export import export_session
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+server = CaptureServer(llm_url=base.removesuffix("/v1"), model=os.environ["NAME"], port=port, api_key=key)
+server.start()
+session = server.registry.create(purpose="train")
+client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=session.session_id)
+messages = []
+for text in ("Use 3 4 to make 7.", "Use 2 5 to make 10.", "Use 1 8 to make 9."):
+    messages.append({"role": "user", "content": text})
+    answer = client.chat.completions.create(model=os.environ["NAME"], messages=messages, max_tokens=64)
+    messages.append(answer.choices[0].message)
+document = export_session(session)
+trace = to_training_trace(session.graph, document)
+ids = [turn.prompt_token_ids + turn.completion_token_ids for turn in trace.turns]
+num = sum(b[: len(a)] == a for a, b in zip(ids, ids[1:]))
+print("DONE", len(ids), "turns of a TrainingTrace,", num, "continue the tokens before")
+"""
 TASK = """
 task: choice
 dataset_path: json
@@ -212,14 +235,15 @@ def served(model_dir: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def by_model(python: str, model_dir: str) -> list[list[object]]:
-    """Returns a row for each client that a model answers, and one for openenv's questions."""
+    """Returns a row for each client that a model answers, and for openenv: its questions, and its capture server."""
     rows = []
     with served(model_dir) as (url, name, _):
         for client, code in CLIENTS.items():
             end = run_client(python, code, {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": client})
             rows.append([client, name, "", "", "", "", end])
         variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "openenv", "NAME": name}
-        rows.append(["openenv validate_llm", name, "", "", "", "", run_client(python, VALIDATE, variables)])
+        for client, code in {"openenv validate_llm": VALIDATE, "openenv CaptureServer": CAPTURE}.items():
+            rows.append([client, name, "", "", "", "", run_client(python, code, variables)])
     return rows
 
 

@@ -57,6 +57,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "rows": "--model_dir models/tiny",
     "scaling": "--devices 1 --tokens 64 --rows 1",
     "scoring": f"--data_dir {ROOT.parent}/shared/data --workers 1 --seconds 0.1",
+    "serving": "--conversations 2 --tokens 8 --repeats 1",
     "side": "lmpo VARIANT",
     "startup": "--repeats 1",
     "task_sampling": "--dir FOLDER --short --seeds 1",

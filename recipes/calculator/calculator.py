@@ -63,10 +63,13 @@ def play(prompt: str, answer: str, base_url: str, api_key: str) -> float:
         except openai.BadRequestError:  # the context is full
             return 0.0
         message = answered.choices[0].message
-        if not message.tool_calls:
-            found = final_answer(message.content or "", "any")
+        text, results = message.content or "", [*map(result_of, message.tool_calls or ())]
+        if not results and "{" in text:  # a call that is not JSON is no answer either
+            results = [{"role": "user", "content": 'Write a call as {"name": "calculate", "arguments": {...}}.'}]
+        if not results:
+            found = final_answer(text, "any")
             return float(found is not None and same_number(answer, found))
-        messages += [message, *map(result_of, message.tool_calls)]
+        messages += [message, *results]
     return 0.0
 
 
