@@ -107,7 +107,7 @@ class AgentSettings(NamedTuple):
     """How the programs of an environment are run: envs/agents/."""
 
     command: str  # of the shell
-    num_processes: int = 0  # programs at a time; 0: four for each core
+    num_processes: int = 0  # programs at a time; 0: 32 functions or four commands for each core
     timeout: float = 600.0  # seconds of a program
     max_calls: int = 32  # replies of a program; behind them it gets a text that is not trained
     memory_gb: float = 4.0  # of a program and all that it starts

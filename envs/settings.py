@@ -62,7 +62,9 @@ class EnvConfig:
         "Program of the environment agent, which talks to the policy at OPENAI_BASE_URL: a command, or "
         "FILE.py:FUNCTION",
     )
-    agent_processes: int = option(0, "Programs of --agent at a time; 0: four for each core", resumable=True)
+    agent_processes: int = option(
+        0, "Programs of --agent at a time; 0: 32 functions or four commands for each core", resumable=True
+    )
 
     def __post_init__(self):
         if self.reward_weights and not self.reward:

@@ -88,7 +88,7 @@ class TurnChain(PagedChain):
         if waiting.size:
             rows = set(map(self.number, waiting.tolist()))
             seconds = self.sampler.paging.seconds
-            may_wait = seconds and (is_idle or not self.was_in_vain)
+            may_wait = bool(seconds) and (is_idle or not self.was_in_vain)
             patience = Patience(median(seconds), int(self.is_drawing.sum())) if may_wait else HURRY
             with between_turns():
                 observations = self.environment.observe(rows, is_idle, patience)

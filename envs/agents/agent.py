@@ -32,7 +32,7 @@ class Agent(Dataset):
         reward: str = "",
         reward_weights: str = "",
         agent: str = "",  # command of the shell, or FILE.py:FUNCTION
-        agent_processes: int = 0,  # programs at a time; 0: four for each core
+        agent_processes: int = 0,  # programs at a time; 0: 32 functions or four commands for each core
         timeout: float = 600.0,  # seconds of a program
         max_model_calls: int = 32,  # replies of a program
         memory: float = 4.0,  # GB of a program

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
 
-from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task
+from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
 from envs.agents.protocol import BadRequest, chat_answer, model_list, read_chat
 from envs.agents.server import JSON, Caller, Denied, Payload, Server
 from envs.agents.sessions import FULL, Book, Ended, Session
@@ -62,7 +62,8 @@ class AgentHost(Book):
         self.runs: dict[str, AgentRun] = {}  # by key
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
         self.auxiliary: set[int] = set()  # rows that are not trained
-        self.places = asyncio.Semaphore(settings.num_processes or 4 * (os.cpu_count() or 1))
+        per_core = 32 if is_function(settings.command) else 4  # the start of a function costs no import
+        self.places = asyncio.Semaphore(settings.num_processes or per_core * (os.cpu_count() or 1))
         self.plays: set[asyncio.Task] = set()
         self.numbers = count()
         self.reports: dict[int, asyncio.Future[Report]] = {}  # of programs that run

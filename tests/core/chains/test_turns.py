@@ -63,6 +63,7 @@ from tests.oracles.generation import Address, Limits, conversation
 from tests.processes import on_four_devices, start_processes, wait, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
+from utils.devices.threads import Patience
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -181,6 +182,31 @@ def turns_of(r: Completions, row: int) -> list[tuple[bool, list[int]]]:
     places = range(columns.start, columns.stop)
     runs = groupby(places, key=lambda place: bool(r.mask[row, place]))
     return [(is_drawn, [int(r.tokens[row, place]) for place in run]) for is_drawn, run in runs]
+
+
+class Arrivals:
+    """A condition by a clock of its own: rows come after these gaps."""
+
+    def __init__(self, gaps: Sequence[float]):
+        self.gaps, self.num, self.waited = list(gaps), 0, 0.0
+
+    def wait_for(self, predicate, timeout: float) -> None:
+        if self.gaps and self.gaps[0] <= timeout:
+            self.num += 1
+            timeout = self.gaps.pop(0)
+        self.waited += timeout
+
+
+def test_rows_wait_while_more_come_in_a_segment_than_are_there():
+    """A segment of one second, two rows that can be sampled: 1/2, 1/3, 1/4 s for one more, and so on."""
+    arrivals = Arrivals([0.4, 0.3, 0.2, 0.3])
+    Patience(1.0, 2).wait(arrivals, lambda: arrivals.num, lambda: False)
+    assert (arrivals.num, arrivals.waited) == (3, pytest.approx(0.4 + 0.3 + 0.2 + 1 / 5))
+    arrivals = Arrivals([0.1, 0.1])
+    Patience(1.0).wait(arrivals, lambda: arrivals.num, lambda: arrivals.num == 2)
+    assert arrivals.waited == 0.2, "none is left"
+    Patience().wait(arrivals := Arrivals([0.1]), lambda: arrivals.num, lambda: False)
+    assert arrivals.waited == 0
 
 
 def test_an_episode_is_what_its_turns_make_of_it():
