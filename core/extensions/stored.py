@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from core.config import Config
 from core.records import Episodes, Progress
 from core.rollout import RolloutWorker
-from core.run.rollouts import read_episodes, read_rollouts, token_texts
+from core.run.rollouts import read_episodes, token_texts
 from envs import parse_options
 from models.state import TrainState
 from models.tokenizer import Tokenizer
@@ -98,16 +98,17 @@ def describe_stored(config: Config, tokenizer: Tokenizer) -> str:
             "--rollouts_from: the ids that --top_k, --top_p and --min_p leave are not stored: leave these three out"
         )
     file = next(iter(steps.values()))
-    check_tokens(name, file, tokenizer)
-    check_settings(name, run, file, config)
+    episodes = read_episodes(file)
+    check_tokens(name, file, episodes, tokenizer)
+    check_settings(name, run, episodes, config)
     how = "p_old is the sampler's" if config.trusts_sampler else "the weight w is for the difference"
     return f"rollouts are read from {name}, of {len(steps)} steps; {how}"
 
 
-def check_settings(name: str, run: Path, file: Path, config: Config) -> None:
+def check_settings(name: str, run: Path, episodes: Episodes, config: Config) -> None:
     """Raises UserError if the run has another group size, environment, reward or truncation of sampling."""
     theirs, _ = read_settings(run / "config.json")
-    theirs["group_size"] = int(np.bincount(read_rollouts(file)["groups"]).max())
+    theirs["group_size"] = int(np.unique(episodes.positions, return_counts=True)[1].max())
     ours = to_dict(config)
     for option in MUST_EQUAL:
         mine, stored = ours[option], theirs.get(option, ours[option])
@@ -121,9 +122,9 @@ def check_settings(name: str, run: Path, file: Path, config: Config) -> None:
             )
 
 
-def check_tokens(name: str, file: Path, tokenizer: Tokenizer) -> None:
+def check_tokens(name: str, file: Path, episodes: Episodes, tokenizer: Tokenizer) -> None:
     """Raises UserError if the first stored rollouts are not the texts that this tokenizer reads in their ids."""
-    completions = read_episodes(file).completions
+    completions = episodes.completions
     rows = [row for _, row in read_lines(file.with_suffix(".jsonl"), most=0)]
     for ids, start, end, row in zip(
         completions.tokens.tolist(), completions.prompt_lengths, completions.lengths, rows, strict=True
