@@ -26,11 +26,11 @@ from envs.agents.protocol import Sampled
 from envs.agents.sessions import FULL, Asked, Ended
 from envs.base import Problem, Reply, Step
 from envs.scoring.helper import Failure
+from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies
 from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate, select_rows
-from utils.devices.threads import HURRY, Patience
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 from utils.threefry import threefry

@@ -26,12 +26,13 @@ from core.records import Completions
 from core.sampler import ChainJob, Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
 from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
+from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies, ScoringStream
 from models.messages import Message, is_begun
 from models.names import Weights
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
-from utils.devices.threads import HURRY, Patience, between_turns
+from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 

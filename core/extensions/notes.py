@@ -5,6 +5,7 @@ from core.config import Config
 from core.extensions.stored import describe_stored
 from core.learner import Learner
 from core.rollout import RolloutWorker
+from envs.scoring.shaping import reward_names
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
@@ -90,18 +91,17 @@ def describe_parts(config: Config, worker: RolloutWorker) -> str:
     weights = config.objective.parts.weights
     if not weights:
         return ""
-    found = set() if worker.env.programs else {*worker.scorer.parts}  # a program names its own
-    if found:
-        found |= {"return", "correct_answer"} | ({"length_reward"} if config.rewards.length_reward else set())
-        found |= {"truncation"} if worker.env.truncation_penalty else set()
+    parts = worker.scorer.parts
+    found = reward_names(parts, worker.env.truncation_penalty)
+    found |= {"length_reward"} if config.rewards.length_reward else set()
     for name in weights:
-        if found and name not in found:
+        if parts and not worker.env.programs and name not in found:  # a program names its own
             raise UserError(
                 f"--reward_parts {name}={weights[name]:g}: no reward of {worker.name} has this part: name some of "
                 f"{', '.join(sorted(found))}"
             )
-    parts = [f"{weight:g} x {name}" for name, weight in weights.items()]
-    return f"A sums z-scores of {' + '.join(parts)}, and is normalized over the batch"
+    terms = [f"{weight:g} x {name}" for name, weight in weights.items()]
+    return f"A sums z-scores of {' + '.join(terms)}, and is normalized over the batch"
 
 
 def describe_ahead(config: Config) -> str:

@@ -37,6 +37,7 @@ from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_arrays, transcript
 from envs.base import Env, Problem
 from envs.scoring.scorer import Scorer
+from envs.scoring.shaping import reward_names
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, model_steps, resolve_model_dir, save_model
@@ -263,8 +264,7 @@ class Run:
         roles = {settings.label: role for role, settings in self.environments.items()}
         parts, open_roles = {}, set()
         for worker in self.workers:
-            truncation = {"truncation"} if worker.env.truncation_penalty else set()
-            parts[roles[worker.name]] = {"return", "correct_answer", *worker.scorer.parts, *truncation}
+            parts[roles[worker.name]] = reward_names(worker.scorer.parts, worker.env.truncation_penalty)
             if worker.env.has_turns:
                 open_roles |= {roles[worker.name], "stop"}
             if self.settings.get("task_sampling") == "bins":

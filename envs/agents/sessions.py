@@ -14,7 +14,7 @@ from envs.agents.protocol import BadRequest, ChatRequest, Message, Sampled, read
 from envs.agents.server import Server
 from envs.base import Dialect
 from envs.scoring.helper import Failure
-from utils.devices.threads import HURRY, Patience
+from envs.scoring.patience import HURRY, Patience
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."

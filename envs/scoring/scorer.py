@@ -41,8 +41,8 @@ from envs.scoring.helper import (
     limit_waits,
     max_failures,
 )
+from envs.scoring.patience import HURRY, Patience
 from envs.scoring.processes import kill_tree, send_signal
-from utils.devices.threads import HURRY, Patience
 from utils.files import open_log
 from utils.settings.errors import UserError
 

@@ -1,5 +1,6 @@
 """Settings of rewards, and the penalty of truncated replies."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,11 @@ class RewardConfig:
                 "--score_timeout must be above 0, and --num_score_workers must not be negative: correct the one that "
                 "is lower"
             )
+
+
+def reward_names(parts: Iterable[str], penalty: float) -> set[str]:
+    """Returns the names of the scores of replies, of which the environment has named these parts."""
+    return {"return", "correct_answer", *parts, *(["truncation"] if penalty else [])}
 
 
 def add_truncation_penalty(scores: RewardArrays, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> RewardArrays:

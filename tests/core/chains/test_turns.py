@@ -31,6 +31,7 @@ from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
+from envs.scoring.patience import Patience
 from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
 from extras.replay import Stored, read_stored, replay, task_index, weights_before
@@ -63,7 +64,6 @@ from tests.oracles.generation import Address, Limits, conversation
 from tests.processes import on_four_devices, start_processes, wait, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.devices.threads import Patience
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
