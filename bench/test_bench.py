@@ -39,6 +39,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "clients": "rewards",
     "compile": "--models tiny --rows 4 --columns 32",
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
+    "credit": "--dir FOLDER --seed 0 --steps 0 --problems 2 --groups 8 --group_size 4",
     "device_checks": "--shape tiny --layers 1 --vocabulary 512",
     "distill": "--dir FOLDER --short --seeds 0",
     "endpoint": "",
