@@ -55,7 +55,7 @@ class TurnChain(PagedChain):
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
-        self.sizes = self.sizes._replace(steps=turn_steps(self.sizes, environment.tokens_per_turn))
+        self.sizes = self.sizes._replace(steps=turn_steps(self.sampler, self.sizes, environment.tokens_per_turn))
         self.was_in_vain = False  # the last wait for late rows
         self.clock = time.perf_counter()
 
@@ -117,9 +117,9 @@ class TurnChain(PagedChain):
             self.finish(row, observation.finished)
 
 
-def turn_steps(sizes: PageSizes, tokens_per_turn: int) -> int:
+def turn_steps(sampler: Sampler, sizes: PageSizes, tokens_per_turn: int) -> int:
     """Returns the steps of a segment of turns; short turns would wait for the end of a longer segment."""
-    return min(sizes.steps, tokens_per_turn or sizes.steps)
+    return min(sampler.segment, tokens_per_turn or sizes.steps)
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:

@@ -105,7 +105,7 @@ def page_programs(sampler: Sampler, params: PyTree, num_rows: int, tokens_per_tu
     """
     layout, model = sampler.layout, sampler.model
     sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
-    sizes = sizes._replace(steps=turn_steps(sizes, tokens_per_turn))
+    sizes = sizes._replace(steps=turn_steps(sampler, sizes, tokens_per_turn))
     weights = yield from weight_programs(sampler, params)
     state = yield new_state, (model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
     last_tokens = row_shape(layout, sizes.num_slots)
