@@ -1,6 +1,6 @@
 """Estimators of a turn's advantage beside the exact one, at equal samples, along runs of `guess`.
 
-    python bench/credit.py --dir runs/credit    # three runs of 20 steps and their tables: about 4 minutes on one core
+    python bench/credit.py --dir runs/credit    # three runs of 20 steps and their tables: about 5 minutes on one core
 
 A game has 10 to 15 numbers and 4 turns, so all games of a problem can be listed as a tree. The interval that opens a
 reply is written by rule, and the policy chooses the number; numbers below 0.2% are left out. Q, V and Q - V of this
