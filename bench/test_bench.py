@@ -44,6 +44,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "distill": "--dir FOLDER --short --seeds 0",
     "endpoint": "",
     "families": "--num_models 1",
+    "forgetting": "--dir FOLDER --short",
     "greedy": "FOLDER/samples.jsonl --limit 8",
     "grpo_step": f"{SHAPE} {ROWS}",
     "memory": "--shapes tiny --remats dots --given --groups_per_batch 2",
