@@ -61,9 +61,11 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"git clone|cd ": "this is a fresh clone, and its folder",
     r"make (test|readme)": "is run beside this; it would run itself",
     r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud)|.*gcloud ": "needs a cluster",
+    r"python extras/traces\.py": "needs the rollouts of a run, which the page only names",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
-    r".*core/chat_web.py ": "serves a page until Ctrl-C",
+    r".*core/(chat_web|serve)\.py |curl ": "serves until Ctrl-C, or asks a server",
+    r"(TASK|GSM8K_DIR)=\S+ bash runs/coder\.sh": "an hour, with a model of 0.5B parameters",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",
 }
@@ -130,6 +132,8 @@ def as_python(argv: list[str]) -> int:
         short = list(CUT[program])
         if re.search("gsm8k|deepscaler|aime|amc|math500|countdown34", " ".join(flags)) and "--data_dir" not in flags:
             short += ["--data_dir", str(DATA)]
+        if re.search("recipes/(games|agents)", " ".join(flags)):  # models/player: short prompts, and few positions
+            short = short[len(SHORT) :]
         flags += short if flags else ["--config", "configs/demo.py", *short]
     if program == "extras/compare.py":  # runs that the page only names
         made = next(Path("runs").glob("*/metrics.jsonl"), Path("runs/none")).parent
