@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from envs.agents.protocol import (  # noqa: E402
     read_message,
     reply_message,
 )
+from envs.agents.server import Server  # noqa: E402
 from envs.agents.sessions import BUDGET, Asked, Book, Ended, Session  # noqa: E402
 from envs.base import DIALECTS, AgentSettings, Reply  # noqa: E402
 from envs.scoring.helper import Failure  # noqa: E402
@@ -395,6 +397,27 @@ def test_a_function_that_is_not_there_is_found_at_the_start(program, agent, reas
         return
     with pytest.raises(UserError, match=reason), AgentHost(AgentSettings(str(program.parent / agent))):
         pass
+
+
+@pytest.mark.parametrize(
+    "command,given,per_core", [("agent.py:play", 0, 32), ("python agent.py", 0, 4), ("agent.py:play", 3, 0)]
+)
+def test_functions_fill_the_slots_of_the_sampler(command, given, per_core):
+    host = AgentHost(AgentSettings(command=command, num_processes=given))
+    host.server.socket.close()
+    assert host.places._value == (given or per_core * os.cpu_count())
+
+
+def test_the_server_leaves_the_handlers_of_other_logs_open():
+    class Handler(logging.Handler):
+        is_open = True
+
+        def close(self):
+            self.is_open = False
+
+    handler = Handler()
+    with Server({}):
+        assert handler.is_open
 
 
 def test_programs_end_with_the_run(program):
