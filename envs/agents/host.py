@@ -17,7 +17,7 @@ from itertools import count
 from typing import NamedTuple, Self
 
 from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
-from envs.agents.protocol import BadRequest, chat_answer, model_list, read_chat
+from envs.agents.protocol import BadRequest, Sampled, chat_answer, model_list, read_chat
 from envs.agents.server import JSON, Caller, Denied, Payload, Server
 from envs.agents.sessions import FULL, Book, Ended, Session
 from envs.base import DIALECTS, AgentSettings
@@ -76,6 +76,12 @@ class AgentHost(Book):
             self.computing |= {job.row for job in jobs}
         for job in jobs:
             self.server.call(self.start, job, spare)
+
+    def answer(self, row: int, sampled: Sampled) -> None:
+        """Gives a row its reply; its program owes what follows."""
+        with self.has_changed:
+            self.computing.add(row)
+        super().answer(row, sampled)
 
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""

@@ -95,7 +95,7 @@ class Book:
         self.sessions: dict[str, Session] = {}
         self.waiting: dict[int, Dialogue] = {}  # by row
         self.outcomes: dict[int, RowOutcome] = {}  # by row
-        self.computing: set[int] = set()  # rows whose program owes an outcome
+        self.computing: set[int] = set()  # rows whose program owes an outcome; clients of a server owe none
         self.closed: set[int] = set()  # rows that take no more
         self.has_changed = threading.Condition()
 
@@ -117,8 +117,6 @@ class Book:
 
     def answer(self, row: int, sampled: Sampled) -> None:
         """Gives a row its reply."""
-        with self.has_changed:
-            self.computing.add(row)
         self.server.call(self.reply, row, sampled)
 
     def deny(self, row: int, reason: str) -> None:
