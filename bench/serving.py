@@ -87,7 +87,7 @@ def measure(command: str, options: argparse.Namespace) -> list[object]:
             counts.append(sum(pool.map(lambda number: converse(url, options, number), numbers)))
             speeds.append(counts[-1] / (time.perf_counter() - start))
     each = ", ".join(f"{speed:.0f}" for speed in speeds[1:])
-    return [Path(command.split()[1]).name, counts[-1], f"{statistics.median(speeds[1:]):.0f} ({each})"]
+    return [Path(shlex.split(command)[1]).name, counts[-1], f"{statistics.median(speeds[1:]):.0f} ({each})"]
 
 
 def main() -> None:

@@ -39,7 +39,8 @@ from utils.settings.errors import UserError
 KEEPER = "import sys; sys.path[0] = sys.argv[1]; from envs.agents.keeper import keep; keep(sys.argv[2])"
 MAX_OUTPUT = 2**16  # last bytes that a program prints, which are kept
 MAX_REPORT = 4000  # bytes: a pipe takes 4,096 in one piece
-SHORTEST, INTERVAL = 0.001, 0.25  # seconds between two looks at time and memory
+INTERVAL = 0.25  # seconds between two looks at time and memory
+SHORTEST = 0.001  # the same, when a program has just closed its output and probably ends
 OVER_TIME, OVER_MEMORY = "time", "memory"
 Function = Callable[..., object]
 
