@@ -6,7 +6,6 @@
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # recipes/games/run.sh --seed 0, 1, 2
     python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... recipes/games/run.sh
     python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
-    python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --ladder runs/ladder    # SEED=0, 1, 2 runs/ladder.sh
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
@@ -140,7 +139,6 @@ def main() -> None:
     parser.add_argument("--games", nargs="+", metavar="RUN", help="runs of games, recipes/games/run.sh, for games.png")
     parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
     parser.add_argument("--lora_smollm", type=Path, metavar="FOLDER", help="the same of SmolLM2, for lora_smollm.png")
-    parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
     parser.add_argument("--ladder", type=Path, metavar="FOLDER", help="the folder of runs/ladder.sh, for ladder.png")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
@@ -155,8 +153,6 @@ def main() -> None:
             files = {rank: sorted(folder.glob(f"{rank}/seed=*/metrics.jsonl")) for rank in RANKS}
             runs = {rank: list(map(read_metrics, found)) for rank, found in files.items() if found}
             objectives.draw(runs, HERE / f"{name}.png", "trained (seeds)")
-    if args.objectives:
-        objectives.draw(objectives.read_runs(args.objectives), HERE / "objectives.png")
     if args.ladder:
         draw_ladder(args.ladder, HERE / "ladder.png")
     if args.report:
