@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A ladder on Countdown: models/tiny imitates written searches (SFT), then prefers its own better ones (IPO), then RLOO.
 # Hardware: two CPU cores
-# Minutes: 12 on one core, beside other work
+# Minutes: 3
 # Score: held-out correct answers of each rung, and paired differences to IPO: docs/lab/results.md
 set -euo pipefail
 cd "$(dirname "$0")/.."

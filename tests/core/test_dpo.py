@@ -31,8 +31,9 @@ from models.conversations import encode_rows
 from models.lora import LORA_B, make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import ROOT, slow, train_here, write_jsonl
-from tests.kill_runs import arguments, checksum, kill_at, records, start
+from tests.helpers import ROOT, rounding, slow, train_here, write_jsonl
+from tests.kill_runs import arguments, checksum, difference, kill_at, records, start
+from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, user_errors
@@ -387,6 +388,19 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     losses = [record["test_data/loss"] for record in records(whole) if "test_data/loss" in record]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+def run_on_a_mesh(folder: str, data: str) -> None:
+    assert run(Path(folder) / "mesh", data=data, mesh="fsdp=2,tp=2", num_epochs=1) == 0
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_rounding_only(data, tmp_path):
+    assert run(tmp_path / "one", data=data, num_epochs=1) == 0
+    on_four_devices(__file__, f"run_on_a_mesh({str(tmp_path)!r}, {str(data)!r})")
+    one, mesh = ([r["rewards/margins"] for r in records(tmp_path / name)[1:]] for name in ("one", "mesh"))
+    near(mesh, one)
+    assert difference(tmp_path / "mesh", tmp_path / "one", 3) < 20 * rounding(1000)
 
 
 def test_folder_of_a_run_is_where_rl_starts(data, tmp_path):
