@@ -3,12 +3,16 @@
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -187,6 +191,14 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> 
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("| " + " | ".join(padded) + " |")
     return lines
+
+
+def run_command(script: str, options: Mapping[str, object], out: TextIO | None = None) -> None:
+    """Prints the command line of a script of this repository, and runs it; with `out`, what it prints goes there."""
+    flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    line = [sys.executable, script, *flags]
+    print(shlex.join(line[1:]), flush=True)
+    subprocess.run(line, cwd=ROOT, check=True, stdout=out, stderr=out)
 
 
 def report(

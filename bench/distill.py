@@ -15,8 +15,6 @@ without the message, by the rule or by a sibling's success as what the teacher a
 import argparse
 import json
 import runpy
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,13 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from bench.common import ROOT, run_command
 from core.terms.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
 from utils.metrics.curves import Curves, read_metrics
 from utils.reporting.plots import COLORS, make_figure
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = "models/tiny"
 SEEDS = (0, 1, 2)
 DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
@@ -72,11 +70,8 @@ SCORE, PASS = "correct_answer", "pass@8"
 
 def call(command: str, options: Mapping[str, object], log: Path) -> None:
     """Runs a command with these options."""
-    flags = [str(word) for name, value in (options | MORE.get(command, {})).items() for word in (f"--{name}", value)]
-    line = [sys.executable, f"core/{command}.py", *flags]
-    print(shlex.join(line[1:]), flush=True)
-    with log.open("w") as file:
-        subprocess.run(line, cwd=ROOT, check=True, stdout=file, stderr=file)
+    with log.open("w") as out:
+        run_command(f"core/{command}.py", options | MORE.get(command, {}), out)
 
 
 def train(folder: Path, command: str, options: Mapping[str, object]) -> Path:

@@ -15,8 +15,6 @@ problems of the test split behind the 512 that the table is about.
 import argparse
 import json
 import runpy
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +24,13 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from bench.ab import compare, describe_origin
+from bench.common import ROOT, Figure, report, run_command
 from envs import make_env
 from envs.settings import parse_options
 from utils.metrics.curves import WINDOW, Curves, read_metrics, running_mean
 from utils.reporting.plots import COLORS, make_figure
 
-ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
     "grpo", "drgrpo", "dapo", "gspo", "luspo", "cispo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline",
     "policy_gradients", "sil", "nanochat", "maxrl", "sapo", "dppo",
@@ -39,7 +38,7 @@ PRESETS = (
 RATES = ("3e-4", "1e-3", "3e-3", "1e-2")
 SEEDS = (0, 1, 2)
 GRID_SEED = 3  # of the runs that choose rates
-FOUR_UPDATES = "ppo_minibatch: 64\nlr_schedule: constant\n"  # a preset, which that of sil comes behind
+FOUR_UPDATES = {"ppo_minibatch": 64, "lr_schedule": "constant"}  # over the demo's options; a preset's own win
 DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
 SAME = (
     "env_name", "env_options", "num_generation_tokens", "force_answer_at", "groups_per_batch", "group_size",
@@ -60,9 +59,9 @@ Runs = Mapping[str, Sequence[Curves]]  # by preset, one of each seed
 
 
 def write_presets(folder: Path) -> None:
-    """Writes each preset at each rate, and the problems for validation as a data set."""
+    """Writes what all runs share, each preset at each rate, and the problems for validation as a data set."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "four_updates.yaml").write_text(FOUR_UPDATES)
+    (folder / "demo.json").write_text(json.dumps(DEMO | FOUR_UPDATES))
     for preset in PRESETS:
         options = runpy.run_path(str(ROOT / "configs" / f"{preset}.py"))["get_config"]()
         for rate in RATES:
@@ -79,19 +78,19 @@ def run_population(folder: Path, presets: Sequence[str], seeds: Sequence[int], o
     """Trains each preset with each seed, with `options` besides those that all comparisons share."""
     configs = ",".join(f"{folder.parent}/presets/{preset}.json" for preset in presets)
     members = f"seed={','.join(map(str, seeds))};config={configs}"
-    flags = [str(x) for name, value in (FLAGS | options).items() for x in (f"--{name}", value)]
-    presets_of_all = ("configs/demo.py", str(folder.parent / "presets" / "four_updates.yaml"))
-    line = [sys.executable, "extras/population.py", "--population", members]
-    line += [x for preset in presets_of_all for x in ("--config", preset)] + [*flags, "--save_dir", str(folder)]
-    print(shlex.join(line[1:]), flush=True)
-    subprocess.run(line, cwd=ROOT, check=True)
+    of_all = {"population": members, "config": folder.parent / "presets" / "demo.json"} | FLAGS
+    run_command("extras/population.py", {**of_all, **options, "save_dir": folder})
+
+
+def folder_of(folder: Path, preset: str, rate: str, seed: int) -> Path:
+    return folder / f"seed={seed}_config={preset}-{rate}"
 
 
 def read_runs(folder: Path, rates: Mapping[str, str], seeds: Sequence[int]) -> Runs:
     """Returns what the members logged."""
 
     def read(preset: str, seed: int) -> Curves:
-        return read_metrics(folder / f"seed={seed}_config={preset}-{rates[preset]}" / "metrics.jsonl")
+        return read_metrics(folder_of(folder, preset, rates[preset], seed) / "metrics.jsonl")
 
     return {preset: [read(preset, seed) for seed in seeds] for preset in PRESETS}
 
@@ -102,28 +101,17 @@ def read_grid(folder: Path, rates: Sequence[str]) -> Mapping[str, Mapping[str, f
     return {preset: {rate: runs[rate][preset][0][SCORE][1][-1] for rate in rates} for preset in PRESETS}
 
 
-def grid_table(scores: Mapping[str, Mapping[str, float]], rates: Sequence[str]) -> str:
-    """Returns a row of validation scores for each preset."""
-    lines = ["| preset | " + " | ".join(rates) + " |", "|---" * (1 + len(rates)) + "|"]
-    for preset, by_rate in scores.items():
-        best = max(by_rate, key=by_rate.get)
-        cells = [f"**{score:.3f}**" if rate == best else f"{score:.3f}" for rate, score in by_rate.items()]
-        lines.append(f"| `{preset}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def table(runs: Runs, rates: Mapping[str, str]) -> str:
-    """Returns a row for each preset: means over seeds; of the held-out scores a run's standard error over problems."""
-    lines = ["| preset | rate | held out, before | after | of seeds | tokens | KL of a step |", "|---" * 7 + "|"]
-    for preset, logs in sorted(runs.items(), key=lambda item: -np.mean([log[SCORE][1][-1] for log in item[1]])):
-        first, last = (np.array([log[SCORE][1][i] for log in logs]) for i in (0, -1))
-        error = np.mean([log[f"{SCORE}_ci"][1][-1] for log in logs]) / 1.96
-        length = np.mean([log["test_env/length"][1][-1] for log in logs])
-        kl = np.mean([np.nanmean(log["approx_kl"][1]) for log in logs])
-        of_seeds = ", ".join(f"{score:.3f}" for score in last)
-        scores = f"{first.mean():.3f} | **{last.mean():.3f}** | {of_seeds}, each ± {error:.3f}"
-        lines.append(f"| `{preset}` | {rates[preset]} | {scores} | {length:.0f} | {kl:.1e} |")
-    return "\n".join(lines)
+def describe_preset(preset: str, rate: str, runs: Runs) -> list[Figure]:
+    """Returns the row of a preset: means over seeds, and the difference to grpo with its interval over pairs."""
+    logs, last = runs[preset], {name: np.array([log[SCORE][1][-1] for log in runs[name]]) for name in ("grpo", preset)}
+    before = np.mean([log[SCORE][1][0] for log in logs])
+    found = compare(last["grpo"], last[preset], is_paired=True)
+    length = np.mean([log["test_env/length"][1][-1] for log in logs])
+    kl = np.mean([np.nanmean(log["approx_kl"][1]) for log in logs])
+    of_seeds = ", ".join(f"{score:.3f}" for score in last[preset])
+    difference = "" if preset == "grpo" else f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    scores = [f"{before:.3f}", f"{last[preset].mean():.3f}", of_seeds, difference]
+    return [preset, rate, *scores, f"{length:.0f}", f"{kl:.1e}"]
 
 
 def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
@@ -169,8 +157,12 @@ def main() -> None:
         run_population(folder / "table", presets, seeds, TABLE | short)
     runs = read_runs(folder / "table", chosen, seeds)
     draw(runs, folder / "objectives.png")
-    print(grid_table(grid, rates))
-    print(table(runs, chosen))
+    machine = describe_origin([folder_of(folder / "table", *chosen_one, seeds[0]) for chosen_one in chosen.items()])
+    rows = [[preset, *(f"{score:.3f}" for score in scores.values()), chosen[preset]] for preset, scores in grid.items()]
+    report("Scores on problems for validation, by rate", ("preset", *rates, "chosen"), rows, machine)
+    rows = [describe_preset(preset, chosen[preset], runs) for preset in PRESETS]
+    columns = ("preset", "rate", "before", "after", "of seeds", "minus grpo, 95%", "tokens", "KL of a step")
+    report("Held-out scores at these rates", columns, sorted(rows, key=lambda row: row[3], reverse=True), machine)
     seconds = max(log["times/run"][1][-1] for logs in runs.values() for log in logs)
     print(f"{seconds / 60:.0f} minutes for those of the table")
 

@@ -9,8 +9,6 @@ weights, and those of a seed have the same random numbers. The same command agai
 
 import argparse
 import runpy
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -23,7 +21,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench.ab import compare, describe_origin
-from bench.common import ROOT, Figure, report
+from bench.common import ROOT, Figure, report, run_command
 from utils.evaluation.estimates import mean_over_runs
 from utils.metrics.curves import Curves, read_metrics
 
@@ -57,11 +55,8 @@ def train(folder: Path, options: Mapping[str, object]) -> Curves:
     """Returns the metrics of a run, which is made unless its summary stands in its log."""
     log = folder.with_suffix(".log")
     if not (log.is_file() and "\nmodel: " in log.read_text()):
-        flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        line = [sys.executable, "core/grpo.py", *flags, "--save_dir", str(folder)]
-        print(shlex.join(line[1:]), flush=True)
-        with log.open("a") as file:
-            subprocess.run(line, cwd=ROOT, check=True, stdout=file, stderr=file)
+        with log.open("a") as out:
+            run_command("core/grpo.py", {**options, "save_dir": folder}, out)
     return read_metrics(folder / "metrics.jsonl")
 
 
