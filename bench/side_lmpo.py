@@ -109,8 +109,8 @@ def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params,
         episodes = worker.play(worker.load_weights(params), tasks, group_size, key)
         num_tokens = check_turns(episodes, work)
         if is_step:
-            all_rows = np.arange(len(episodes.texts))
-            batch = make_batch(replace(episodes, batch_rows=all_rows), config)
+            all_rollouts = np.arange(len(episodes.texts))
+            batch = make_batch(replace(episodes, batch_rollouts=all_rollouts), config)
             batch = compute_advantages(learner.add_logprobs(state, batch)[1], config.objective)
             (minibatch,) = split_minibatches(batch, config, number, epoch=0)
             state, update = learner.update(state, minibatch, 0.0)

@@ -155,7 +155,7 @@ def random_rollouts(seed: int, limit: int = LIMIT, forced: bool = False) -> tupl
         part[-G:] = 0.7
     rollouts = Batch(
         tokens=np.ones(mask.shape, int), mask=mask, sample_logprobs=old, rewards=rewards, lengths=lengths,
-        prompt_lengths=np.zeros(B, int), row=np.arange(B), old_logprobs=old, ref_logprobs=ref, group_size=G,
+        prompt_lengths=np.zeros(B, int), rollout=np.arange(B), old_logprobs=old, ref_logprobs=ref, group_size=G,
         reward_parts=parts,
     )  # fmt: skip
     return rollouts, old + rng.uniform(-1.2, 2, mask.shape).astype(np.float32)
@@ -169,7 +169,7 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     value, gradient = trainer(rollouts, new)
     config = objective_of(**SHARED, **settings)
     batch = compute_advantages(rollouts, config)
-    rows = batch.row
+    rows = batch.rollout
     share = {
         "constant": 1.0,
         "sequence_mean": len(rows) / B,

@@ -3,11 +3,10 @@
 To change the advantage: write a function beside `rloo` and add its name to GROUP_ADVANTAGES or BATCH_ADVANTAGES.
 To change which rows are dropped: `kept` in `compute_advantages`. The loss, which reads advantages: core/objectives.py.
 
-N prompts, G rollouts of each, B = N G rows, T row length. Everything is float32.
+N prompts, G rollouts of each, E = N G rollouts, B rows of their tokens, T row length. Everything is float32.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -16,7 +15,6 @@ from core.objectives import LossConfig, PolicyConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
 from core.terms.corrections import CorrectionConfig
 from core.terms.critic import CriticConfig, generalized_advantages
-from core.terms.forks import follow_parents
 from core.terms.reference import KLConfig, kl_penalty
 from core.terms.reward_parts import PartsConfig, by_part, check_parts, part_rewards
 from core.terms.shaping import ShapingConfig, shape_advantages
@@ -25,8 +23,8 @@ from utils.batching import select_rows
 from utils.settings.errors import refuse
 from utils.settings.options import group, option
 
-# From the rewards [N, G] (NaN: the grader failed), one advantage for each row [N, G] or each token [B, T]. All take the
-# same arguments; `batch.mask` is False in rows that the filters drop.
+# From the rewards [N, G] (NaN: the grader failed), one advantage for each rollout [N, G], which its rows share, or for
+# each token [B, T]. All take the same arguments; `batch.mask` is False in rows that the filters drop.
 
 
 def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
@@ -59,7 +57,7 @@ def maxrl(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCon
 def whitened_group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++ with a group baseline. Source: arXiv 2501.03262."""
     centered = group_mean(rewards, batch, config)
-    return masked_whiten(centered.reshape(-1, 1), batch.mask)
+    return masked_whiten(batch.of_rows(centered.reshape(-1, 1)), batch.mask)
 
 
 def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
@@ -188,7 +186,7 @@ def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray,
         rewards = turn_returns(batch)
     if config.advantage in PART_ADVANTAGES:
         rewards = part_rewards(batch, config.parts)
-    return rewards.reshape(len(rewards), -1, batch.group_size)
+    return rewards[:, batch.first_rows].reshape(len(rewards), -1, batch.group_size)
 
 
 def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> Bool[np.ndarray, "*R"]:
@@ -205,28 +203,29 @@ def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> B
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """Returns the batch with advantages (with a critic also its targets), without the rows that are dropped.
 
-    Rows whose advantage is NaN are dropped. Methods that average by `graded_mean` ignore rows whose reward is NaN (the
-    grader failed); other methods make the whole group NaN. A truncated row that is dropped counts in the baseline.
+    Rollouts are compared, and their rows share what they get. Rows whose advantage is NaN are dropped. Methods that
+    average by `graded_mean` ignore rollouts whose reward is NaN (the grader failed); other methods make the whole group
+    NaN. A truncated rollout that is dropped counts in the baseline.
     """
     if not len(batch):
         return batch
-    if batch.parents is not None:
-        return follow_parents(batch, partial(compute_advantages, config=config))
-    graded = compared_rewards(batch, config)
+    first_rows, graded = batch.first_rows, compared_rewards(batch, config)
     if config.has_kl_in_reward:
-        graded = graded - kl_penalty(batch, config.kl).sum(axis=1).reshape(-1, batch.group_size)
-    signal = np.repeat(has_signal(graded, config).any(axis=0), batch.group_size)
+        penalty = np.add.reduceat(kl_penalty(batch, config.kl).sum(axis=1), first_rows)
+        graded = graded - penalty.reshape(-1, batch.group_size)
+    signal = batch.of_rows(np.repeat(has_signal(graded, config).any(axis=0), batch.group_size))
 
     kept = np.isfinite(batch.rewards)
     if config.do_group_filter:
         kept &= signal
     if config.do_truncation_filter:
-        kept &= batch.finished
+        kept &= batch.of_rows(np.logical_and.reduceat(batch.finished, first_rows))
     batch = replace(batch, mask=batch.mask & kept[:, None])
 
-    compared = ADVANTAGES[config.advantage](graded.reshape(-1, batch.group_size), batch, config)
-    compared = np.float32(compared).reshape(len(batch), -1)  # [B, 1] or [B, T]
-    kept &= np.isfinite(compared).all(axis=1)
+    compared = np.float32(ADVANTAGES[config.advantage](graded.reshape(-1, batch.group_size), batch, config))
+    if compared.size == len(first_rows):
+        compared = batch.of_rows(compared.reshape(-1, 1))
+    kept &= np.isfinite(compared).all(axis=1)  # of [B, 1] or [B, T]
     batch = replace(batch, mask=batch.mask & kept[:, None])
 
     shaped, returns = compared, None

@@ -177,7 +177,7 @@ def stored_pairs(run: str) -> list[Row]:
             group = np.flatnonzero((episodes.positions == number) & np.isfinite(returns))
             if differs(returns[group]):
                 pair = group[[returns[group].argmax(), returns[group].argmin()]]
-                sides = [stored_reply(tokenizer, episodes.completions, row) for row in pair]
+                sides = [stored_reply(tokenizer, episodes.completions, row) for row in episodes.first_rows[pair]]
                 rows.append(Row(sides[0][:1], sides, f"{file}, group {number}"))
     if not rows:
         raise UserError(f"--pairs_from {run} has no group whose returns differ: {advice}, and more steps")

@@ -11,7 +11,7 @@ A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play (
 (core/sampler.py) -> make_batch -> Learner.add_logprobs (core/learner.py) -> compute_advantages (core/advantages.py) ->
 Learner.update -> accumulate -> policy_loss (core/objectives.py), which sums token losses, their terms and metrics.
 
-N prompts, G rollouts of each (a group), B = N G rows.
+N prompts, G rollouts of each (a group), B rows: one of each rollout, or several.
 """
 
 import gc
@@ -43,7 +43,6 @@ from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import STOPPED, Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
-from core.terms.forks import with_forks
 from core.terms.lengths import with_length_reward
 from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
@@ -190,7 +189,7 @@ def collect(
 ) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
-    Returns all episodes, with the rows to train on in `batch_rows`, and the number of the next task.
+    Returns all episodes, with the rollouts to train on in `batch_rollouts`, and the number of the next task.
     """
     step, cursor = progress.step + 1, progress.cursor
     key = make_key(config.seed, step)
@@ -199,7 +198,7 @@ def collect(
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups
     share = 1.0  # fraction of the sampled groups that has signal
-    parts, batch_rows, num_sampled_groups = [], [], 0
+    parts, batch_rollouts, num_sampled_groups = [], [], 0
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         positions = cursor + np.arange(num_groups)
@@ -215,15 +214,15 @@ def collect(
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
         groups = np.flatnonzero(episodes.has_signal | (not config.objective.do_group_filter))[:missing]
-        first_rows = (num_sampled_groups + groups) * group_size
-        batch_rows.append((first_rows[:, None] + np.arange(group_size)).ravel())
+        firsts = (num_sampled_groups + groups) * group_size
+        batch_rollouts.append((firsts[:, None] + np.arange(group_size)).ravel())
         missing -= len(groups)
         budget -= num_groups
         num_sampled_groups += num_groups
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
         # Tasks of groups that are not needed come again in the next step: a batch must not depend on the size of calls.
         cursor += num_groups if missing else int(groups[-1]) + 1
-    episodes = replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows))
+    episodes = replace(join_episodes(parts), batch_rollouts=np.concatenate(batch_rollouts))
     return chosen.count(episodes, cursor) if chosen else episodes, cursor
 
 
@@ -244,14 +243,15 @@ def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "
 
 def make_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns the rows to train on."""
-    batch = select_rows(rollout_batch(episodes, config), episodes.batch_rows)
-    return with_forks(batch, episodes.forks) if any(episodes.forks) else batch
+    rows = np.flatnonzero(np.isin(episodes.rollout, episodes.batch_rollouts))
+    return select_rows(rollout_batch(episodes, config), rows)
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns all rows. The reward is the environment's "return", which --reward replaces; NaN: grading failed."""
     completions = episodes.completions
-    rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
+    rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])[episodes.rollout]
+    parts = episodes.scores if config.objective.parts.reward_parts else {}
     return Batch(
         tokens=completions.tokens,
         mask=completions.mask,
@@ -262,9 +262,9 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         finished=completions.finished,
         support=completions.support,
         routes=completions.routes,
-        row=np.arange(len(episodes)),
+        rollout=episodes.rollout,
         token_rewards=token_rewards(episodes, rewards) if episodes.turn_rewards else None,
-        reward_parts=episodes.scores if config.objective.parts.reward_parts else {},
+        reward_parts={name: scores[episodes.rollout] for name, scores in parts.items()},
         extras=episodes.extras,
         group_size=config.update.group_size,
     )

@@ -248,7 +248,7 @@ class Learner:
         sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
         shards = self.layout.row_shards
         plan = plan_microbatches(sizes, shapes, shards)
-        batch = replace(batch, entropies=None, row=None)  # read by no loss
+        batch = replace(batch, entropies=None, rollout=None)  # read by no loss
 
         def make_rows(plan: Sequence[Microbatch]) -> Iterator[PackedRows]:
             for rows, shape in track(plan, "micro-batches"):
@@ -325,10 +325,12 @@ class Learner:
 
 
 def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int) -> list[Batch]:
-    """Returns the batch in random order, in ceil(rows / --ppo_minibatch) nearly equal parts; no row is left over."""
-    order = np.random.default_rng((config.seed, step, epoch)).permutation(len(batch))
-    num_minibatches = -(-len(batch) // config.minibatch_size)
-    return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []
+    """Returns the rollouts in random order, in ceil(rollouts / --ppo_minibatch) nearly equal parts: all of them."""
+    rows = np.split(np.arange(len(batch)), batch.first_rows[1:])  # of each rollout
+    order = np.random.default_rng((config.seed, step, epoch)).permutation(len(rows)) if len(batch) else []
+    num_minibatches = -(-len(order) // config.minibatch_size)
+    parts = np.array_split(order, num_minibatches) if num_minibatches else []
+    return [select_rows(batch, np.concatenate([rows[rollout] for rollout in part])) for part in parts]
 
 
 packed_outputs = jax.jit(token_outputs, static_argnums=(0, 3))

@@ -163,13 +163,14 @@ def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens
     """Sets the divisors of each row's loss from the whole optimizer batch, so that micro-batches change nothing.
 
     `constant` (Dr. GRPO) divides by the rollouts of a full optimizer batch (`num_rollouts`) times the completion limit.
-    Dropping a row then has the same effect as giving it advantage 0. Source: arXiv 2503.20783, section 3.2.
+    Dropping a rollout then has the same effect as giving it advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
     row_tokens = np.float32(batch.mask.sum(axis=1))
     num_tokens = np.full_like(row_tokens, max(row_tokens.sum(), 1))
+    rollout_tokens = np.add.reduceat(row_tokens, batch.first_rows)
     denominators = {
         "token_mean": num_tokens,
-        "sequence_mean": len(batch) * np.maximum(row_tokens, 1),
+        "sequence_mean": batch.of_rows(len(rollout_tokens) * np.maximum(rollout_tokens, 1)),
         "constant": np.full_like(row_tokens, num_rollouts * num_generation_tokens),
     }
     return replace(batch, denominator=denominators[config.loss_normalization], num_tokens=num_tokens)

@@ -1,8 +1,8 @@
 """Records that travel through the loop: completions, episodes, batch, progress; sums over a batch. A leaf.
 
-Every [B, T] array speaks of the token in its own column.
-B rows (completions), T row length, S ids of a truncated distribution, L layers, k experts of a token: see the glossary
-in CONTRIBUTING.md.
+Every [B, T] array speaks of the token in its own column. A rollout has a row, or several: conversations of a program.
+E rollouts, B rows of their tokens, N groups, T row length, S ids of a truncated distribution, L layers, k experts of a
+token: see the glossary in CONTRIBUTING.md.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from envs.base import Problem
 from models.messages import Message
@@ -47,26 +47,26 @@ class Completions:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Completions of tasks with their rewards; rows of one task are adjacent."""
+    """Rollouts of tasks with their completions and rewards; rollouts of one task are adjacent."""
 
     completions: Completions
-    task_ids: Int[np.ndarray, "B"]  # number of the problem in the environment
+    rollout: Int[np.ndarray, "B"]  # number of the rollout that a row belongs to, from 0 on; rows of one are adjacent
+    task_ids: Int[np.ndarray, "E"]  # number of the problem in the environment
     texts: list[str]  # graded text: the assistant prefix and the completion; in a conversation, the last reply
-    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 if the reward failed
-    failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
+    scores: dict[str, Float[np.ndarray, "E"]]  # "return" and its parts; 0 if the reward failed
+    failed: Bool[np.ndarray, "E"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
     load: dict[str, float] = field(default_factory=dict)  # use of the cache's pages: sums over segments
-    problems: list[Problem] = field(default_factory=list)  # problem of each row, as its prompt shows it
+    problems: list[Problem] = field(default_factory=list)  # problem of each rollout, as its first prompt shows it
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens if truncated
     conversations: list[list[Message]] = field(default_factory=list)  # after the prompts: turns and observations
     turn_rewards: list[list[float]] = field(default_factory=list)  # reward of each turn of a conversation
-    forks: list[Completions | None] = field(default_factory=list)  # rows beside each row: see core/chains/agents.py
-    positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # numbers of groups in the run
+    positions: Int[np.ndarray, "E"] = field(default_factory=lambda: np.zeros(0, int))  # numbers of groups in the run
     has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
     metrics: dict[str, float] = field(default_factory=dict)  # extra metrics, which override others of the same name
     memory: dict[str, JSON] = field(default_factory=dict)  # goes into Progress.memory
-    batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
+    batch_rollouts: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # those to learn from
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -77,14 +77,26 @@ class Episodes:
         return self.completions.extras
 
     @property
-    def completion_lengths(self) -> Int[np.ndarray, "B"]:
-        """Number of tokens of the policy in each row, with forced tokens."""
+    def first_rows(self) -> Int[np.ndarray, "E"]:
+        """Number of the first row of each rollout."""
+        return first_rows(self.rollout)
+
+    @property
+    def finished(self) -> Bool[np.ndarray, "E"]:
+        """False for a rollout with a row that was truncated at the limit of tokens."""
+        return np.logical_and.reduceat(self.completions.finished, self.first_rows)
+
+    @property
+    def completion_lengths(self) -> Int[np.ndarray, "E"]:
+        """Number of tokens of the policy in each rollout, with forced tokens."""
         completions = self.completions
-        return np.asarray(completions.lengths - completions.prompt_lengths - completions.num_observed)
+        lengths = completions.lengths - completions.prompt_lengths - completions.num_observed
+        return np.add.reduceat(lengths, self.first_rows)
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
-    """Returns the rows of all parts in one record; counts and times are added up."""
+    """Returns the rollouts of all parts in one record; counts and times are added up."""
+    offsets = np.cumsum([0, *map(len, parts[:-1])])
     names = dict.fromkeys(name for part in parts for name in part.scores)
     scores = {}
     for name in names:
@@ -92,10 +104,11 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     arrays, lists = {}, {}
     for name in ("task_ids", "failed", "positions", "has_signal"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
-    for name in ("texts", "problems", "stops", "conversations", "turn_rewards", "forks"):
+    for name in ("texts", "problems", "stops", "conversations", "turn_rewards"):
         lists[name] = [x for part in parts for x in getattr(part, name)]
     return Episodes(
         completions=concatenate([part.completions for part in parts]),
+        rollout=np.concatenate([part.rollout + offset for part, offset in zip(parts, offsets, strict=True)]),
         scores=scores,
         failures=add_up([part.failures for part in parts]),
         times=add_up([part.times for part in parts]),
@@ -121,13 +134,13 @@ class Batch:
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose and that count in the loss
     sample_logprobs: Float[Array, "B T"]  # nats, under the distribution that was sampled
-    rewards: Float[Array, "B"]  # NaN: the grader failed
+    rewards: Float[Array, "B"]  # of the row's rollout; NaN: the grader failed
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"] | None = None  # False: truncated at the limit of tokens
     support: Int[Array, "B T S"] | None = None  # ids that could be sampled, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts that computed the sample, from 1 on; 0, None: not recorded
-    row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
+    rollout: Int[Array, "B"] | None = None  # number of the row's rollout in the step's episodes; None: a row each
     token_rewards: Float[Array, "B T"] | None = None  # reward of a turn at its last token; None: single replies
     reward_parts: dict[str, Float[Array, "B"]] = field(default_factory=dict)  # for --advantage gdpo, by name
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
@@ -136,15 +149,28 @@ class Batch:
     advantages: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     entropies: Float[Array, "B T"] | None = None  # nats, of the old policy; logged, read by no loss
-    parents: Int[Array, "B"] | None = None  # rows whose advantages forks take, -1: none; see core/terms/forks.py
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # unmasked tokens of the whole optimizer batch
     extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.outputs read them
-    # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
+    # Rollouts of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = field(default=1, metadata={"static": True})
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    @property
+    def first_rows(self) -> Int[np.ndarray, "E"]:
+        """Number of the first row of each rollout."""
+        return np.arange(len(self)) if self.rollout is None else first_rows(self.rollout)
+
+    def of_rows(self, x: Shaped[np.ndarray, "E ..."]) -> Shaped[np.ndarray, "B ..."]:
+        """Returns the values of rollouts for each of their rows."""
+        return np.repeat(x, np.diff(self.first_rows, append=len(self)), axis=0)
+
+
+def first_rows(rollout: Int[np.ndarray, "B"]) -> Int[np.ndarray, "E"]:
+    """Returns the first of the adjacent rows of each rollout."""
+    return np.flatnonzero(np.diff(rollout, prepend=-1))
 
 
 def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:

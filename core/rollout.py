@@ -2,7 +2,7 @@
 
 Evaluations do the same with held-out problems: mean@n, pass@k, maj@n with 95% intervals.
 
-N tasks, G samples of each, B = N G rows, A completion columns.
+N tasks, G samples of each, B rows (see core/records.py), A completion columns.
 """
 
 import time
@@ -145,18 +145,19 @@ class RolloutWorker:
             sampled = time.perf_counter()
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
-        scores = collect_scores(rewards)
-        scores = add_truncation_penalty(scores, ~completions.finished & ~failed, self.env.truncation_penalty)
-        return Episodes(
-            completions=completions,
+        episodes = Episodes(
             task_ids=np.repeat(task_ids, num_samples),
-            scores=scores,
+            scores=collect_scores(rewards),
             failed=failed,
             failures=failures,
             times={"rollout": sampled - clock, "score": time.perf_counter() - sampled},
             load=self.sampler.paging.take_load(),
             positions=np.repeat(positions, num_samples),
-            **replies.records(),
+            **replies.records(completions),
+        )
+        is_truncated = ~episodes.finished & ~failed
+        return replace(
+            episodes, scores=add_truncation_penalty(episodes.scores, is_truncated, self.env.truncation_penalty)
         )
 
     def encode_prompt(self, number: int, problem: Problem) -> list[int]:
@@ -250,7 +251,7 @@ def evaluate(
     for name, x in estimates.items():
         metrics |= mean_and_ci(name, x)
     metrics["length"] = float(episodes.completion_lengths.mean())
-    metrics["finished"] = float(episodes.completions.finished.mean())
+    metrics["finished"] = float(episodes.finished.mean())
     if episodes.failed.any():
         metrics["reward_failures"] = int(episodes.failed.sum())
     return metrics, episodes, estimates

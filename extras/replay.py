@@ -27,7 +27,7 @@ from jaxtyping import Bool, Int
 
 from core.chains.turns import Conversations
 from core.config import Config
-from core.records import Completions, Episodes
+from core.records import Completions, Episodes, first_rows
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
 from core.run.foreign import check_code
@@ -129,18 +129,19 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         config = make_config(Config, **options | vars(SinkConfig()))  # it logs nowhere
     except (TypeError, ValueError) as error:
         raise UserError(f"--rollouts {path}: {run / 'config.json'}: {error}") from error
-    if not 0 <= row < len(rows["tokens"]):
-        raise UserError(f"--row {row} is not in {file}: give 0 to {len(rows['tokens']) - 1}")
-    length = rows["lengths"][row]
+    if not 0 <= row < len(rows["tasks"]):
+        raise UserError(f"--row {row} is not in {file}: give 0 to {len(rows['tasks']) - 1}")
+    first = first_rows(rows["rollout"])[row]
+    length = rows["lengths"][first]
     stored = Stored(
         run,
         int(file.stem.removeprefix("step_")),
         row % config.update.group_size,
         int(rows["tasks"][row]),
         int(rows["positions"][row]),
-        int(rows["prompt_lengths"][row]),
-        rows["tokens"][row, :length],
-        rows["mask"][row, :length],
+        int(rows["prompt_lengths"][first]),
+        rows["tokens"][first, :length],
+        rows["mask"][first, :length],
     )
     return stored, config
 
@@ -247,13 +248,12 @@ def branch(
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])
     return Episodes(
-        completions,
         task_ids=np.repeat(task, num_samples),
         scores=collect_scores(rewards),
         failed=failed,
         failures=failures,
         times={},
-        **replies.records(),
+        **replies.records(completions),
     )
 
 

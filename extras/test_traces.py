@@ -36,19 +36,19 @@ def test_turns_that_do_not_continue_are_rows_of_their_own():
     assert [turn["node_id"] for turn in first["turns"]] == ["0.0", "0.1"]
     assert first["turns"][1]["prompt_token_ids"] == [0, 1, 2, 3, 4, 5]
     joined = {"schema_version": 1, "turns": first["turns"] + second["turns"]}
-    assert arrays_of([joined])["traces"].tolist() == [0, 0]
-    assert arrays_of([first, second])["traces"].tolist() == [0, 1]
+    assert arrays_of([joined])["rollout"].tolist() == [0, 0]
+    assert arrays_of([first, second])["rollout"].tolist() == [0, 1]
     assert arrays_of([])["tokens"].shape == (0, 0)
 
 
-def test_forks_stand_in_the_trace_of_their_program():
-    before = arrays()
-    forks = {f"forks/{name}": before[name][1:2] for name in ("tokens", "mask", "logprobs", "lengths", "prompt_lengths")}
-    found = [*traces(before | forks | {"forks/parents": np.int32([0])})]
-    assert [turn["node_id"] for turn in found[0]["turns"]] == ["0.0", "0.1", "0.fork0.0"]
-    back = arrays_of(found)
-    assert back["traces"].tolist() == [0, 0, 1]
-    np.testing.assert_array_equal(back["tokens"][1], back["tokens"][2])
+def test_all_rows_of_a_rollout_stand_in_one_trace():
+    before = {name: x[:2] for name, x in arrays().items()}
+    before |= {"rollout": np.int32([0, 0]), "returns": np.float32([0.5])}
+    (found,) = traces(before)
+    assert [turn["node_id"] for turn in found["turns"]] == ["0.0", "0.1", "1.0"]
+    back = arrays_of([found])
+    for name in ("rollout", "returns", "finished", "lengths", "prompt_lengths"):
+        np.testing.assert_array_equal(back[name], before[name], name)
 
 
 def test_openenv_takes_the_traces():

@@ -1,11 +1,11 @@
 """Rollouts as OpenEnv's TrainingTrace (schema version 1), and such traces as arrays of rollouts.
 
-    python extras/traces.py runs/agent/rollouts/step_3.npz traces.jsonl    # a trace of each row; --save_rollouts all
+    python extras/traces.py runs/agent/rollouts/step_3.npz traces.jsonl   # a trace a rollout; --save_rollouts all
     python extras/traces.py traces.jsonl rows.npz
 
 A trace lists the calls of a program: all tokens before a reply, the reply, its log-probabilities as they were sampled,
-and a mask. On the way back a call that does not continue the one before begins a row of its own. If openenv is
-installed, its library checks each trace. Source: openenv 0.10.0, core/harness/training.py.
+and a mask. On the way back a call that does not continue the one before begins another row of the rollout. If openenv
+is installed, its library checks each trace. Source: openenv 0.10.0, core/harness/training.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from utils.settings.errors import UserError, user_errors
 
 Arrays = Mapping[str, np.ndarray]
 NEEDED = ("tokens", "mask", "logprobs", "lengths", "prompt_lengths")
-OF_ROWS = ("returns", "groups", "tasks", "finished")  # told in the metadata of a row's last turn
+OF_ROLLOUTS = ("returns", "groups", "tasks")  # told in the metadata of each row's last turn, with "finished"
 
 
 def spans(mask: Bool[np.ndarray, "T"]) -> list[tuple[int, int]]:
@@ -52,15 +52,18 @@ def turns_of(tokens: Int[np.ndarray, "T"], mask: Bool[np.ndarray, "T"], logprobs
 
 
 def traces(arrays: Arrays) -> Iterator[JSON]:
-    """Yields the trace of each row, with its forks behind its own turns."""
-    parents = arrays.get("forks/parents", np.zeros(0, int))
-    for row in range(len(arrays["tokens"])):
-        turns = turns_of(*(arrays[name][row] for name in NEEDED[:3]), f"{row}")
-        if turns:
-            turns[-1]["metadata"] = {name: arrays[name][row].item() for name in OF_ROWS if name in arrays}
-        for fork in np.flatnonzero(parents == row).tolist():
-            turns += turns_of(*(arrays[f"forks/{name}"][fork] for name in NEEDED[:3]), f"{row}.fork{fork}")
-        yield {"schema_version": 1, "turns": turns}
+    """Yields the trace of each rollout, one row's turns after another's."""
+    rollouts = arrays.get("rollout", np.arange(len(arrays["tokens"])))
+    for rollout in np.unique(rollouts):
+        all_turns = []
+        for row in np.flatnonzero(rollouts == rollout):
+            turns = turns_of(*(arrays[name][row] for name in NEEDED[:3]), f"{row}")
+            places = dict.fromkeys(OF_ROLLOUTS, rollout) | {"finished": row}
+            if turns:
+                told = {name: arrays[name][place].item() for name, place in places.items() if name in arrays}
+                turns[-1]["metadata"] = told
+            all_turns += turns
+        yield {"schema_version": 1, "turns": all_turns}
 
 
 def rows_of(trace: JSON) -> list[list[JSON]]:
@@ -76,7 +79,7 @@ def rows_of(trace: JSON) -> list[list[JSON]]:
 
 
 def arrays_of(all_traces: Sequence[JSON]) -> dict[str, np.ndarray]:
-    """Returns the arrays of the rows of traces, with the number of each row's trace as `traces`."""
+    """Returns the arrays of the rows of traces; each trace is a rollout."""
     found = [(number, row) for number, trace in enumerate(all_traces) for row in rows_of(trace)]
     lengths = [len(row[-1]["prompt_token_ids"]) + len(row[-1]["completion_token_ids"]) for _, row in found]
     shape = len(found), max(lengths, default=0)
@@ -90,9 +93,10 @@ def arrays_of(all_traces: Sequence[JSON]) -> dict[str, np.ndarray]:
             logprobs[i, place] = turn["per_token_logps"]
     arrays = dict(zip(NEEDED, (tokens, mask, logprobs, np.array(lengths, np.int32)), strict=False))
     arrays["prompt_lengths"] = np.array([len(row[0]["prompt_token_ids"]) for _, row in found], np.int32)
-    arrays["traces"] = np.array([number for number, _ in found], np.int32)
-    for name in OF_ROWS:
-        told = [row[-1].get("metadata", {}).get(name) for _, row in found]
+    arrays["rollout"] = np.array([number for number, _ in found], np.int32)
+    for name in (*OF_ROLLOUTS, "finished"):
+        rows = range(len(found)) if name == "finished" else np.unique(arrays["rollout"], return_index=True)[1]
+        told = [found[row][1][-1].get("metadata", {}).get(name) for row in rows]
         if told and None not in told:
             arrays[name] = np.array(told)
     return arrays
@@ -140,6 +144,8 @@ def main(source: Path, target: Path) -> None:
         raise UserError(f"there is no file {source}: correct the path")
     if source.suffix == ".npz":
         arrays = read_arrays(source, NEEDED)
+        if "forks/tokens" in arrays:
+            raise UserError(f"{source} was written by an earlier version: read it with that version")
         lines = [json.dumps(check(trace, f"row {i}")) for i, trace in enumerate(traces(arrays))]
         with replacing(target) as file:
             file.write("\n".join([*lines, ""]).encode())

@@ -69,15 +69,17 @@ class ProgramChain(TurnChain):
         completions = super().run(cancelled)
         is_auxiliary = np.isin(self.numbers, list(self.environment.host.auxiliary))
         completions = replace(completions, mask=completions.mask & ~is_auxiliary[:, None])
-        forks = np.flatnonzero(self.is_fork & completions.mask.any(axis=1))
+        others = np.flatnonzero(self.is_fork & completions.mask.any(axis=1))
         self.environment.host.close(self.numbers.tolist())  # programs may go on asking
-        self.environment.forks.append((self.numbers[forks].tolist(), select_rows(completions, forks)))
+        self.environment.others.append((self.numbers[others].tolist(), select_rows(completions, others)))
         return select_rows(completions, np.flatnonzero(~self.is_fork))
 
     def between_segments(self, is_idle: bool) -> None:
         if self.is_over[~self.is_fork].all():
             for row in np.flatnonzero(~self.is_over).tolist():
-                self.finish(row, is_finished=False)
+                if self.is_drawing[row] or self.number(row) in self.environment.unasked:
+                    self.num_tokens[row] = self.turn_starts[row]  # without the reply that its program did not get
+                self.finish(row, is_finished=True)
         else:
             super().between_segments(is_idle)
 
@@ -157,7 +159,7 @@ class AgentConversations(Conversations):
         self.asked: dict[int, Asked] = {}  # what a row's next reply answers
         self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
-        self.forks: list[tuple[list[int], Completions]] = []
+        self.others: list[tuple[list[int], Completions]] = []  # rows of forks, and their numbers
         self.unpaid = set(range(self.num_rows))
 
     def open(self, rows: range) -> list[tuple[int, Problem]]:
@@ -271,6 +273,7 @@ class AgentConversations(Conversations):
 
     def finish(self) -> GradedReplies:
         """Waits for programs whose rows are full; grades the last replies of those that print no reward."""
+        self.unasked.clear()  # replies that came after their programs had ended
         while self.unpaid:
             for row, outcome in self.host.take(self.unpaid, 1).items():
                 if not isinstance(outcome, Asked):  # which is refused
@@ -295,15 +298,16 @@ class AgentConversations(Conversations):
             episode.turn_rewards = [*[0.0] * num_before, float(episode.scores["return"])]
         return super().finish()
 
-    def records(self) -> dict[str, list]:
-        """Returns fields of Episodes, with the forks of each row."""
-        rows = [row for rows, _ in self.forks for row in rows]
-        if not rows:
-            return super().records()
-        completions = concatenate([completions for rows, completions in self.forks if rows])
-        parents = np.array([self.parents[row] for row in rows])
-        own = [np.flatnonzero(parents == row) for row in range(self.num_rows)]
-        return super().records() | {"forks": [select_rows(completions, forks) if forks.size else None for forks in own]}
+    def records(self, completions: Completions) -> dict[str, Any]:
+        """Returns fields of Episodes; a program's other conversations are further rows of its rollout."""
+        fields, others = super().records(completions), [part for part in self.others if part[0]]
+        if not others:
+            return fields
+        parents = [self.parents[number] for numbers, _ in others for number in numbers]
+        rollout = np.concatenate([fields["rollout"], parents])
+        order = np.argsort(rollout, kind="stable")
+        rows = concatenate([completions, *(rows for _, rows in others)])
+        return fields | {"completions": select_rows(rows, order), "rollout": rollout[order]}
 
 
 def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:

@@ -139,34 +139,60 @@ class PageTable:
                     self.extend(shard, row, int(needed[row]))
         return aside
 
-    def may_admit(self, shard: Shard) -> bool:
-        """True if rows wait, and so many slots are free that a prefill of their rows is worth its time."""
+    def may_admit(self, shard: Shard, may_yield: Bool[np.ndarray, "B"]) -> bool:
+        """True if rows wait, and so many slots can be had that a prefill of their rows is worth its time."""
         fewest = min(self.num_slots // AT_ONCE, len(shard.waiting))
-        return bool(shard.waiting) and (not shard.resident or len(shard.slots) >= fewest)
+        num_idle = int(may_yield[shard.resident].sum())
+        return bool(shard.waiting) and (num_idle == len(shard.resident) or len(shard.slots) + num_idle >= fewest)
 
     def admit(
-        self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Float[np.ndarray, "B n"]
-    ) -> tuple[list[int], list[int]]:
+        self,
+        may_draw: Bool[np.ndarray, "B"],
+        may_yield: Bool[np.ndarray, "B"],
+        needed: Int[np.ndarray, "B"],
+        expected: Float[np.ndarray, "B n"],
+    ) -> tuple[list[int], list[int], list[int]]:
         """Gives slots to rows that wait, while there are enough pages for the numbers that rows are `expected` to need.
 
-        It admits several at once, since a prefill of few rows takes as long as one of many. Returns the admitted rows,
-        and the first row of each prompt whose pages have to be computed.
+        It admits several at once, since a prefill of few rows takes as long as one of many. Idle rows that `may_yield`
+        are put aside if a row that wants to be sampled would have to wait for them. Returns the admitted rows, the
+        first row of each prompt whose pages have to be computed, and the rows put aside.
         """
-        admitted, firsts = [], []
-        for shard in filter(self.may_admit, self.shards):
-            in_use = expected[shard.resident].sum(axis=0) + sum(len(shared.pages) for shared in shard.prompts.values())
-            for row in [row for row in shard.waiting if may_draw[row]]:
-                num_present = self.num_shared[row] if self.prompts[row] in shard.prompts else 0
-                in_use = in_use + expected[row] + self.num_shared[row] - num_present
-                is_expected = in_use.max() <= FULL * self.num_all_pages or not shard.resident
-                if not shard.slots or not is_expected or len(shard.pages) < needed[row] - num_present:
+        admitted, firsts, aside = [], [], []
+        for shard in self.shards:
+            idle = [row for row in shard.resident if may_yield[row]]
+            waiting = [row for row in shard.waiting if may_draw[row]]
+            in_use = self.pages_in_use(shard, expected)
+            for row in waiting if self.may_admit(shard, may_yield) else []:
+                while idle and not self.has_room(shard, row, needed, in_use + expected[row]):
+                    aside.append(idle.pop(0))
+                    self.leave(aside[-1])
+                    shard.waiting.append(aside[-1])
+                    in_use = self.pages_in_use(shard, expected)
+                if not self.has_room(shard, row, needed, in_use + expected[row]):
                     break
+                in_use = in_use + expected[row] + self.num_missing(shard, row)
                 if self.prompts[row] not in shard.prompts:
                     shard.prompts[self.prompts[row]] = SharedPages(shard.take(self.num_shared[row]))
                     firsts += [row] if self.num_shared[row] else []
                 self.enter(shard, row, int(needed[row]))
                 admitted.append(row)
-        return admitted, firsts
+        return admitted, firsts, aside
+
+    def pages_in_use(self, shard: Shard, expected: Float[np.ndarray, "B n"]) -> Float[np.ndarray, "n"]:
+        """Returns the pages that the prompts and the resident rows of a shard are expected to need."""
+        return expected[shard.resident].sum(axis=0) + sum(len(shared.pages) for shared in shard.prompts.values())
+
+    def num_missing(self, shard: Shard, row: int) -> int:
+        """Returns the pages of a row's prompt that the shard does not hold."""
+        return 0 if self.prompts[row] in shard.prompts else int(self.num_shared[row])
+
+    def has_room(self, shard: Shard, row: int, needed: Int[np.ndarray, "B"], in_use: Float[np.ndarray, "n"]) -> bool:
+        """True if a shard has a slot for a row, and pages: those that it needs now, and those `in_use` later."""
+        num_missing = self.num_missing(shard, row)
+        is_expected = (in_use + num_missing).max() <= FULL * self.num_all_pages or not shard.resident
+        num_needed = needed[row] - self.num_shared[row] + num_missing
+        return bool(shard.slots) and is_expected and len(shard.pages) >= num_needed
 
     def enter(self, shard: Shard, row: int, num_pages: int) -> None:
         """Gives a row a slot, the pages of its prompt, and pages of its own."""
@@ -288,6 +314,7 @@ class PagedChain:
         self.turn_starts = np.zeros(num_rows, int)
         self.is_drawing = np.ones(num_rows, bool)
         self.is_over = np.zeros(num_rows, bool)
+        self.is_idle = np.zeros(num_rows, bool)  # waits for what follows its turn, when the last segment was launched
         self.was_forced = np.full(num_rows, not sampler.force_answer_at)
         self.has_prefill = False  # before the next segment
 
@@ -357,16 +384,16 @@ class PagedChain:
         paging, lengths = self.sampler.paging, self.prompt_lengths - 1
         page = self.sizes.page
         needed = -(-(lengths + np.minimum(self.num_launched + self.sizes.steps, self.turn_limits())) // page)
-        for row in self.table.reserve(np.where(self.is_drawing, needed, 0)):
-            self.num_lost[row], self.num_cached[row] = self.num_cached[row], 0
+        self.lose(self.table.reserve(np.where(self.is_drawing, needed, 0)))
         is_read = self.num_launched == self.num_tokens
-        jobs = []
-        if any(map(self.table.may_admit, self.table.shards)):
+        jobs, may_yield = [], self.rows_that_may_yield()
+        if any(self.table.may_admit(shard, may_yield) for shard in self.table.shards):
             limit, num_drawn = self.sampler.max_new_tokens, np.where(self.is_over, 0, self.num_launched)
             chances, num_more = chances_to_go_on(paging.ended, num_drawn, limit)
             num_tokens = np.minimum(num_drawn[:, None] + num_more + self.sizes.steps, limit)
             expected = chances * (-(-(lengths[:, None] + num_tokens) // page) - self.table.num_shared[:, None])
-            admitted, firsts = self.table.admit(self.is_drawing & is_read, needed, expected)
+            admitted, firsts, aside = self.table.admit(self.is_drawing & is_read, may_yield, needed, expected)
+            self.lose(aside)
             for row in admitted:
                 self.num_cached[row] = self.table.num_shared[row] * page
                 self.num_recomputed[row] += max(0, self.num_lost[row] - self.num_cached[row])
@@ -380,6 +407,16 @@ class PagedChain:
         self.compute(jobs + [self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
         self.num_cached[rows] = num_known[rows]
         self.has_prefill = bool(len(rows))
+
+    def lose(self, rows: Sequence[int]) -> None:
+        """Forgets the cache of rows that were put aside: it is computed again from their tokens."""
+        self.num_lost[rows], self.num_cached[rows] = self.num_cached[rows], 0
+
+    def rows_that_may_yield(self) -> Bool[np.ndarray, "B"]:
+        """Returns rows that wait for what follows their turn: since the segment before, or while nothing is sampled."""
+        was_idle, self.is_idle = self.is_idle, ~(self.is_drawing | self.is_over)
+        shards, is_sampled = self.table.shard_of_row, (self.table.slots >= 0) & self.is_drawing
+        return self.is_idle & (was_idle | ~np.isin(shards, shards[is_sampled]))
 
     def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> PrefillJob:
         """Returns the computation of some columns of a row."""

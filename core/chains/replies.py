@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from core.records import Completions
 from core.sampler import Sampler, Segment
 from envs.base import Env, Problem, Text
 from envs.scoring.helper import Rewards
@@ -85,6 +87,12 @@ class Replies:
             rewards = layout.share(own_rewards, len(self.problems), self.num_samples)
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
-    def records(self) -> dict[str, list]:
-        """Returns the fields of Episodes that replies fill."""
-        return {"texts": [self.texts[row] for row in range(len(self.problems))], "problems": self.problems}
+    def records(self, completions: Completions) -> dict[str, Any]:
+        """Returns the fields of Episodes that replies fill; `completions`: the first row of each rollout."""
+        rollouts = np.arange(len(self.problems))
+        return {
+            "completions": completions,
+            "rollout": rollouts,
+            "texts": [self.texts[rollout] for rollout in rollouts.tolist()],
+            "problems": self.problems,
+        }

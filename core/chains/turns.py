@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -358,10 +358,12 @@ class Conversations(Replies):
         outcomes = [self.failures.get(row, scores) for row, scores in enumerate(rewards)]
         return self.stream.scorer.check_failures(jobs, outcomes)
 
-    def records(self) -> dict[str, list]:
-        """Returns fields of Episodes: problem, last reply, end, messages, rewards of turns if none failed."""
+    def records(self, completions: Completions) -> dict[str, Any]:
+        """Returns fields of Episodes: rows, problem, last reply, end, messages, rewards of turns if none failed."""
         rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
         return {
+            "completions": completions,
+            "rollout": np.arange(len(self.episodes)),
             "texts": [episode.replies[-1].text for episode in self.episodes],
             "problems": self.problems,
             "stops": [episode.stop for episode in self.episodes],

@@ -282,10 +282,9 @@ def zero_batch(learner: Learner, shape: MicrobatchShape) -> tuple[Batch, Packing
     is_used = {
         "support": support_size > 0,
         "routes": model.num_experts > 0,
-        "row": False,
+        "rollout": False,
         "token_rewards": False,
         "reward_parts": False,
-        "parents": False,
         "entropies": False,
         "old_logprobs": learner.has_old_logprobs or config.trusts_sampler,
         "ref_logprobs": config.objective.kl.kl_coef > 0,

@@ -62,7 +62,7 @@ class StoredRollouts:
         episodes = replace(
             episodes,
             has_signal=has_signal,
-            batch_rows=rows.ravel(),
+            batch_rollouts=rows.ravel(),
             times={"rollout": time.perf_counter() - clock, "score": 0.0},
             metrics={"rollout/stored_step": number},
         )

@@ -88,21 +88,24 @@ class Prefix:
         return encode_prompt(self.tokenizer, replace(problem, messages=[system(text), *problem.messages]))
 
     def of_rows(self, batch: Batch, episodes: Episodes | None) -> list[list[int]]:
-        """Returns the teacher's prompt of each row of these episodes; empty if it reads the policy's prompt."""
+        """Returns the teacher's prompt of each row of these episodes; empty if it reads the policy's prompt.
+
+        So do rows after the first of a rollout, whose conversations begin with something else than the problem.
+        """
+        shown: list[list[int]] = [[]] * len(batch)
         if not self.text:
-            return [[]] * len(batch)
-        rows, texts = batch.row.tolist(), [self.text] * len(batch)
+            return shown
+        rollouts, texts = batch.rollout[batch.first_rows], [self.text] * len(batch.first_rows)
         if self.text == SIBLING:
-            siblings = successful_siblings(batch.rewards, batch.group_size)
-            texts = [SHOWN + episodes.texts[rows[i]] if i >= 0 else "" for i in siblings]
-        prompts: dict[tuple[int, str], list[int]] = {}  # rows of a group are of one problem
-        shown = []
-        for row, text in zip(rows, texts, strict=True):
-            problem = episodes.problems[row]
+            siblings = successful_siblings(batch.rewards[batch.first_rows], batch.group_size)
+            texts = [SHOWN + episodes.texts[rollouts[i]] if i >= 0 else "" for i in siblings]
+        prompts: dict[tuple[int, str], list[int]] = {}  # rollouts of a group are of one problem
+        for row, rollout, text in zip(batch.first_rows, rollouts, texts, strict=True):
+            problem = episodes.problems[rollout]
             key = id(problem), text
             if key not in prompts:
                 prompts[key] = self.prompt(problem, text) if text else []
-            shown.append(prompts[key])
+            shown[row] = prompts[key]
         return shown
 
 
@@ -111,12 +114,12 @@ def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int[np.ndarray, "B"]:
-    """Returns for each row the next other one of its group, in turn, that succeeded; -1: none did."""
-    rows = np.arange(len(rewards)).reshape(-1, group_size)
-    found = np.full(rows.shape, -1)
+def successful_siblings(rewards: Float[np.ndarray, "E"], group_size: int) -> Int[np.ndarray, "E"]:
+    """Returns for each rollout the next other one of its group, in turn, that succeeded; -1: none did."""
+    rollouts = np.arange(len(rewards)).reshape(-1, group_size)
+    found = np.full(rollouts.shape, -1)
     for distance in reversed(range(1, group_size)):
-        others = np.roll(rows, -distance, axis=1)
+        others = np.roll(rollouts, -distance, axis=1)
         found = np.where(rewards[others] >= SUCCESS, others, found)
     return found.ravel()
 

@@ -20,7 +20,7 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
     returns = np.where(is_graded, episodes.scores["return"], np.nan)
     metrics = {
         "env/length": float(lengths.mean()),
-        "env/finished": float(np.mean(episodes.completions.finished)),
+        "env/finished": float(np.mean(episodes.finished)),
         "env/groups_without_signal": 1 - float(np.mean(episodes.has_signal)),
         "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
@@ -52,7 +52,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
             "advantage/magnitude": float(np.abs(advantages).mean()),
             "advantage/max": float(advantages.max()),
             "advantage/min": float(advantages.min()),
-            "tokens_per_rollout": advantages.size / len(batch),
+            "tokens_per_rollout": advantages.size / len(batch.first_rows),
         }
     if len(batch) and batch.returns is not None:
         for name, targets in {"": batch.returns, "_of_reward": batch.rewards[:, None]}.items():

@@ -11,13 +11,13 @@ from core.records import Batch, Completions, Episodes
 from core.rollout import RolloutWorker
 from envs.base import Env
 from models.tokenizer import Tokenizer
-from utils.batching import concatenate
 from utils.evaluation.tables import Result
 from utils.files import read_arrays
 from utils.metrics.jsonl import JSON, JSONRow, read_lines
 from utils.settings.errors import UserError
 
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
+OF_ROLLOUTS = ("tasks", "positions")  # the other arrays that are checked have a value for each row
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
 
 
@@ -29,15 +29,12 @@ def rollout_rows(
     Rows of the first `num_groups` also hold the fields that report.html shows as colors: prompt, tokens and their
     log-probabilities. Rows of `batch` have their advantages and other fields of the batch, too.
     """
-    completions = episodes.completions
-    batch_rows = [] if batch is None else np.asarray(batch.row).tolist()
-    batch_row = {row: i for i, row in enumerate(batch_rows)}
-    rows = []
+    batch_row = {} if batch is None else dict(zip(batch.rollout[batch.first_rows], batch.first_rows, strict=True))
+    finished, lengths, rows = episodes.finished, episodes.completion_lengths, []
     for i, text in enumerate(episodes.texts):
         row = {"group": i // group_size, "task": episodes.task_ids[i], "text": text}
         row |= {name: x[i] for name, x in episodes.scores.items()}
-        row["length"] = episodes.completion_lengths[i]
-        row["finished"] = completions.finished[i]
+        row |= {"length": lengths[i], "finished": finished[i]}
         if episodes.conversations:
             row["conversation"] = episodes.conversations[i]
             row["stop_reason"] = episodes.stops[i]
@@ -50,22 +47,22 @@ def rollout_rows(
 
 
 def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of rollouts/step_N.npz: B rollouts in the order of step_N.jsonl, T columns.
+    """Returns the arrays of rollouts/step_N.npz: E rollouts in the order of step_N.jsonl, B rows of them, T columns.
 
     tokens          int32 [B, T]    prompt, completion, padding
     mask            bool [B, T]     tokens that the policy sampled: the completion without forced tokens
     logprobs        float32 [B, T]  of the completion's tokens under the sampling distribution, nats
     lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
     finished        bool [B]        not truncated by the token limit
-    failed          bool [B]        the reward failed: its scores are 0 and mean nothing
-    tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
-    positions       int64 [B]       of the groups in the run; samples depend on them: see extras/replay.py
+    rollout         int32 [B]       number of the row's rollout, whose rows are adjacent
+    failed          bool [E]        the reward failed: its scores are 0 and mean nothing
+    tasks, groups   int32 [E]       number of the problem; rollouts of one prompt share the number of their group
+    positions       int64 [E]       of the groups in the run; samples depend on them: see extras/replay.py
     num_observed    int32 [B]       tokens of observations, of conversations
-    turn_rewards    float64 [B, K]  rewards of the turns of an episode, NaN behind the last one
-    returns         float32 [B]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
+    turn_rewards    float64 [E, K]  rewards of the turns of an episode, NaN behind the last one
+    returns         float32 [E]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions
-    num_rows = len(episodes.texts)
     arrays = {
         "tokens": np.asarray(completions.tokens, np.int32),
         "mask": np.asarray(completions.mask, bool),
@@ -73,8 +70,9 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "lengths": np.asarray(completions.lengths, np.int32),
         "prompt_lengths": np.asarray(completions.prompt_lengths, np.int32),
         "finished": np.asarray(completions.finished, bool),
+        "rollout": np.int32(episodes.rollout),
         "failed": episodes.failed,
-        "groups": np.arange(num_rows, dtype=np.int32) // group_size,
+        "groups": np.arange(len(episodes), dtype=np.int32) // group_size,
         "positions": np.int64(episodes.positions),
     }
     if episodes.conversations:
@@ -83,28 +81,26 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         num_turns = max(map(len, episodes.turn_rewards))
         padded = [[*rewards, *[np.nan] * (num_turns - len(rewards))] for rewards in episodes.turn_rewards]
         arrays["turn_rewards"] = np.array(padded, np.float64)
-    if any(episodes.forks):
-        found = {row: forks for row, forks in enumerate(episodes.forks) if forks}
-        forks = concatenate([*found.values()])
-        for name in ("tokens", "mask", "logprobs", "lengths", "prompt_lengths"):
-            arrays[f"forks/{name}"] = np.asarray(getattr(forks, name))
-        arrays["forks/parents"] = np.repeat(np.int32([*found]), [len(forks.lengths) for forks in found.values()])
     return arrays | score_arrays(episodes)
 
 
 def read_rollouts(file: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a file of rollouts. Raises: UserError if they do not fit together.
 
-    Letters: B rollouts, T columns.
+    Letters: E rollouts, B rows, T columns.
     """
     rows = read_arrays(file)
     rows.setdefault("positions", rows.get("places"))  # their earlier name
+    if "forks/tokens" in rows:
+        raise UserError(f"{file} was written by an earlier version: read it with that version")
     shape = rows["tokens"].shape if "tokens" in rows else ()
-    for name in ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions"):
+    rows.setdefault("rollout", np.arange(*shape[:1]))  # earlier files have a row for each
+    num_rollouts = np.unique(rows["rollout"]).shape
+    for name in ("tokens", "mask", "lengths", "prompt_lengths", "rollout", "tasks", "positions"):
         x = rows.get(name)
         if x is None:
             raise UserError(f"{file} has no array {name}: copy the file again")
-        expected = shape if name in ("tokens", "mask") else shape[:1]
+        expected = shape if name in ("tokens", "mask") else num_rollouts if name in OF_ROLLOUTS else shape[:1]
         if len(shape) != 2 or x.shape != expected or x.dtype.kind not in "biu":
             raise UserError(
                 f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}: copy the "
@@ -124,20 +120,19 @@ def read_episodes(file: Path) -> Episodes:
     """Returns the rollouts of a step, from its .npz, which --save_rollouts all writes, and its .jsonl.
 
     Without times, failures by kind, problems, and what only the sampler knew: work, supports, routes.
-    Raises: UserError if the files do not fit together, or if a program began conversations anew.
+    Raises: UserError if the files do not fit together.
     """
     arrays = read_rollouts(file)
     rows = [row for _, row in read_lines(file.with_suffix(".jsonl"), most=0)]
-    num_rows, width = arrays["tokens"].shape
+    shape, num_rollouts = arrays["tokens"].shape, len(arrays["tasks"])
+    shapes = {"logprobs": shape, "finished": shape[:1]}
     for name in ("logprobs", "finished", "failed", "groups", "returns"):
-        expected = (num_rows, width)[: 1 + (name == "logprobs")]
+        expected = shapes.get(name, (num_rollouts,))
         if name not in arrays or arrays[name].shape != expected:
             raise UserError(f"{file} has no array {name} of the shape {[*expected]}: copy the file again")
-    if "forks/tokens" in arrays:
-        raise UserError(f"{file} has conversations that programs began anew, which are not read: name another run")
-    if len(rows) != num_rows:
+    if len(rows) != num_rollouts:
         lines = file.with_suffix(".jsonl")
-        raise UserError(f"{lines} has {len(rows)} rows and {file.name} {num_rows}: copy both again")
+        raise UserError(f"{lines} has {len(rows)} rows and {file.name} {num_rollouts} rollouts: copy both again")
     has_turns = "conversation" in rows[0]
     turn_rewards = arrays.get("turn_rewards", np.zeros((0, 0)))
     return Episodes(
@@ -148,9 +143,10 @@ def read_episodes(file: Path) -> Episodes:
             lengths=np.int32(arrays["lengths"]),
             prompt_lengths=np.int32(arrays["prompt_lengths"]),
             finished=arrays["finished"].astype(bool),
-            slot_steps=np.zeros(num_rows, np.float32),
-            num_observed=np.int32(arrays.get("num_observed", np.zeros(num_rows))),
+            slot_steps=np.zeros(shape[0], np.float32),
+            num_observed=np.int32(arrays.get("num_observed", np.zeros(shape[0]))),
         ),
+        rollout=np.int64(arrays["rollout"]),
         task_ids=np.int64(arrays["tasks"]),
         texts=[str(row["text"]) for row in rows],
         scores={
@@ -177,10 +173,13 @@ def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:
 
 
 def token_fields(
-    episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None
+    episodes: Episodes, rollout: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None
 ) -> JSONRow:
-    """Returns the fields of rollout `i` with a value for each token; it is `batch_row` of the batch (None: of none)."""
-    completions = episodes.completions
+    """Returns fields with a value for each token, of the first row of a rollout.
+
+    `batch_row`: its row of the batch, None if it has none.
+    """
+    completions, i = episodes.completions, episodes.first_rows[rollout]
     start, end = int(completions.prompt_lengths[i]), int(completions.lengths[i])
     ids = completions.tokens[i].tolist()
     fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[start:end])}
@@ -231,14 +230,15 @@ def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Ep
     with Path(os.path.expanduser(file)).open("a") as lines:
         for position, task in enumerate(result.ids.tolist()):
             start = position * num_samples
-            prompt = completions.tokens[start, : completions.prompt_lengths[start]]
+            row = episodes.first_rows[start]
+            prompt = completions.tokens[row, : completions.prompt_lengths[row]]
             record = {
                 "model_dir": result.model_dir,
                 "env_name": result.env_name,
                 "task": task,
                 "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
                 "reference": json_or_text(worker.env.problem(task).answer),
-                "completions": [sample(worker.env, episodes, row) for row in range(start, start + num_samples)],
+                "completions": [sample(worker.env, episodes, i) for i in range(start, start + num_samples)],
             }
             lines.write(json.dumps(record) + "\n")
 
@@ -252,7 +252,7 @@ def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
         "return": round(float(episodes.scores["return"][row]), 6),
         "correct": bool(episodes.scores["correct_answer"][row] > 0),
         "length": int(episodes.completion_lengths[row]),
-        "finished": bool(episodes.completions.finished[row]),
+        "finished": bool(episodes.finished[row]),
         **conversation,
     }
 

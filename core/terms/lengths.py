@@ -21,7 +21,8 @@ def with_length_reward(episodes: Episodes, limit: int, kind: str) -> Episodes:
     counts as `limit` tokens long. If the grader failed, the length reward is 0 too.
     """
     completions, scores = episodes.completions, episodes.scores
-    lengths = np.where(completions.finished, completions.lengths - completions.prompt_lengths, limit)
+    lengths = np.add.reduceat(completions.lengths - completions.prompt_lengths, episodes.first_rows)
+    lengths = np.where(episodes.finished, lengths, limit)
     if kind == "overlong":
         reward = overlong_penalty(lengths, limit, buffer=max(1, limit // 5))
     else:

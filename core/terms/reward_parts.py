@@ -74,6 +74,7 @@ def by_part(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         weights = np.float32([*config.parts.weights.values()])
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
         summed = weights @ advantages.reshape(len(weights), -1)
-        return masked_whiten(summed[:, None], batch.mask.any(axis=1, keepdims=True))
+        is_kept = np.logical_or.reduceat(batch.mask.any(axis=1), batch.first_rows)
+        return masked_whiten(summed[:, None], is_kept[:, None])
 
     return of_parts

@@ -32,12 +32,13 @@ def shape_advantages(
 ) -> Float[np.ndarray, "B D"]:
     """Returns the advantages normalized, clipped and weighted, as far as the options are on.
 
-    They are normalized over the rows that are kept, or over their tokens if each token has its own advantage. Rows of
-    groups without signal count there with advantage 0.
+    They are normalized over the rollouts that are kept, or over their tokens if each token has its own advantage.
+    Rollouts of groups without signal count there with advantage 0.
     """
     if config.do_global_normalization:
         is_per_token = advantages.shape[1] > 1
-        counted = batch.mask if is_per_token else kept[:, None]
+        is_first = np.isin(np.arange(len(batch)), batch.first_rows)
+        counted = batch.mask if is_per_token else (kept & is_first)[:, None]
         advantages = masked_whiten(np.where(signal[:, None], advantages, 0), counted)
     if config.do_clip_advantages:
         advantages = np.maximum(advantages, 0)

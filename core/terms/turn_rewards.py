@@ -1,6 +1,6 @@
 """Rewards of the turns of an episode: by token, and summed from each turn on.
 
-N prompts, G rollouts of each, B = N G rows, T row length, K turns.
+N prompts, G rollouts of each, E = N G rollouts, B rows of their tokens, T row length, K turns.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,17 @@ from core.records import Batch, Episodes, differs
 def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Returns a method of core/advantages.py that compares turns instead of rollouts.
 
-    Each token gets the advantage of its turn. It is 0 if all turns of this number in the group earn the same.
+    Each token gets the advantage of its turn. It is 0 if all turns of this number in the group earn the same. The turns
+    of a rollout's first row are compared; other rows take the advantages of those of the same number.
     """
 
     def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
-        by_number = advantages.reshape(-1, len(batch))
+        by_number = batch.of_rows(advantages.reshape(-1, len(batch.first_rows)).T)  # [B, K]
         # Tokens before the first turn get the advantage of the first turn. A single reply is one turn.
-        turns = np.clip(turn_numbers(batch.mask), 0, len(by_number) - 1)
-        return np.take_along_axis(by_number.T, turns, axis=1)
+        num_turns = np.maximum(np.isfinite(by_number).sum(axis=1, keepdims=True), 1)
+        turns = np.clip(turn_numbers(batch.mask), 0, num_turns - 1)
+        return np.take_along_axis(by_number, turns, axis=1)
 
     return of_turns
 
@@ -40,18 +42,21 @@ def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
 def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"]:
     """Returns the reward of each turn, in the column of the turn's last token; 0 elsewhere.
 
-    The last turn also gets what the episode earned beside the rewards of its turns.
+    The last turn also gets what the episode earned beside the rewards of its turns. The turns are those of the
+    rollout's first row; each other row gets the whole reward with its last turn.
     """
     mask = episodes.completions.mask
     behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
     is_last = mask & ~behind
     by_token = np.zeros(mask.shape, np.float32)
-    for row, of_turns in enumerate(episodes.turn_rewards):
+    of_turns = dict(zip(episodes.first_rows.tolist(), episodes.turn_rewards, strict=True))
+    for row in range(len(mask)):
         columns = np.flatnonzero(is_last[row])
         if not columns.size:  # its program failed before it got a reply
             continue
-        by_token[row, columns[: len(of_turns)]] = of_turns
-        by_token[row, columns[-1]] += rewards[row] - np.float32(sum(of_turns))
+        earned = of_turns.get(row, [])
+        by_token[row, columns[: len(earned)]] = earned
+        by_token[row, columns[-1]] += rewards[row] - np.float32(sum(earned))
     return by_token
 
 

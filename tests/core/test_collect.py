@@ -40,7 +40,7 @@ def test_a_batch_is_filled_with_groups_that_have_signal():
     batch, episodes, cursor = collect_batch(make_worker(12), COLLECT, cursor=3)
     ids = episodes.task_ids[::G]
     assert ids.tolist() == task_numbers(COLLECT.seed, 12, 3 + np.arange(len(ids))).tolist()
-    assert (batch.rewards == episodes.scores["return"][batch.row]).all()
+    assert (batch.rewards == episodes.scores["return"][batch.rollout]).all()
     returns = episodes.scores["return"].reshape(-1, G)
     has_signal = np.ptp(returns, axis=1) > 1e-6
     with_signal = returns[has_signal]

@@ -345,9 +345,9 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
         signal = groups_with_signal(episodes, config)
         assert signal.tolist() == table.signal, flags
         assert_metrics(rollout_metrics(replace(episodes, has_signal=signal)), table.metrics)
-        batch = make_batch(replace(episodes, batch_rows=np.arange(len(episodes))), config)
+        batch = make_batch(replace(episodes, batch_rollouts=np.arange(len(episodes))), config)
         batch = compute_advantages(batch, config.objective)
-        assert batch.row.tolist() == [i for i, x in enumerate(table.advantages) if x is not None], flags
+        assert batch.rollout.tolist() == [i for i, x in enumerate(table.advantages) if x is not None], flags
         sizes.add(len(batch))
         assert_advantages(batch, table)
     assert len(sizes) > 3, "filters and turns make a difference"
@@ -362,7 +362,7 @@ def assert_metrics(found: Mapping[str, float], expected: Mapping[str, float]) ->
 
 
 def assert_advantages(batch: Batch, table: Expected) -> None:
-    for row, mask, found in zip(batch.row.tolist(), batch.mask, batch.advantages, strict=True):
+    for row, mask, found in zip(batch.rollout.tolist(), batch.mask, batch.advantages, strict=True):
         columns = np.flatnonzero(mask)
         turns = np.cumsum(np.diff(columns, prepend=columns[0]) > 1)
         np.testing.assert_allclose(found[mask], np.array(table.advantages[row])[turns], atol=2e-6)

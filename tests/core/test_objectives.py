@@ -50,11 +50,16 @@ KL = {
 }
 
 
-def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
-    """Ragged rows with masked (forced) tokens among the completion, and garbage wherever the mask is off."""
+def random_batch(seed: int, rewards=None, group_size: int = G, most_rows: int = 1) -> Batch:
+    """Ragged rows with masked (forced) tokens among the completion, and garbage wherever the mask is off.
+
+    A rollout has one to `most_rows` rows.
+    """
     rng = np.random.default_rng(seed)
     if rewards is None:
         rewards = np.concatenate([rng.choice([0, 0.1, 0.6, 1], G), [0.1] * G, rng.choice([0, 0.1, 0.6, 1], G)])
+    rollout = np.repeat(np.arange(len(rewards)), np.resize(np.arange(most_rows, 0, -1), len(rewards)))
+    rewards = np.asarray(rewards)[rollout]
     B = len(rewards)
     prompts = rng.integers(1, 5, B)
     lengths = prompts + rng.integers(1, LIMIT + 1, B)
@@ -79,7 +84,7 @@ def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
         old_logprobs=dirty(old),
         ref_logprobs=dirty(ref),
         values=dirty(rng.normal(0.4, 0.5, (B, T))),
-        row=np.arange(B),
+        rollout=rollout,
         group_size=group_size,
     )
 
@@ -114,7 +119,7 @@ def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
     batch = compute_advantages(random_batch(seed), config)
     expected, keep, _ = oracle_advantages(random_batch(seed), flat(config))
     rows = np.flatnonzero(keep)
-    assert batch.row.tolist() == rows.tolist()
+    assert batch.rollout.tolist() == rows.tolist()
     assert_close(batch.advantages, expected[rows], B * T, SURPRISE)
     return replace(batch, returns=None), expected[rows]
 
@@ -286,47 +291,47 @@ SIX_GROUPS = {
 @pytest.mark.parametrize("do_truncation_filter", [False, True])
 @pytest.mark.parametrize("do_group_filter", [False, True])
 @pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
-def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_group_filter, do_truncation_filter):
+@pytest.mark.parametrize("most_rows", [1, 2])
+def test_the_gradient_of_a_step(most_rows, normalization, do_group_filter, do_truncation_filter):
     """For -A log p, summed over a step's minibatches of 8 rollouts; `constant` is Dr. GRPO's, whatever has left."""
     filters = {"do_group_filter": do_group_filter, "do_truncation_filter": do_truncation_filter}
     config = make_config(Config, **SIX_GROUPS, **filters, loss_normalization=normalization)
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
     batch = replace(
-        random_batch(8, rewards),
+        random_batch(8, rewards, most_rows=most_rows),
         old_logprobs=None,
         values=None,
         ref_logprobs=None,
-        tokens=np.tile(np.arange(6 * G)[:, None], T),  # which say the row that they are from
     )
-    found = np.zeros((6 * G, T))
-    expected = np.zeros((6 * G, T))
+    batch.tokens[:] = np.arange(len(batch))[:, None]  # which say the row that they are from
+    found, expected = np.zeros((2, *batch.mask.shape))
     sizes = []
     for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
-        rows = minibatch.tokens[:, 0]
-        sizes.append(len(rows))
+        rows, rollouts = minibatch.tokens[:, 0], {*minibatch.rollout.tolist()}
+        sizes.append(len(rollouts))
         found[rows] = gradient_of_minibatch(minibatch, config)
-        masks = batch.mask[rows]
-        for row, mask in zip(rows, masks, strict=True):
-            group = rewards[row // G * G : row // G * G + G]
+        for row in rows:
+            rollout = batch.rollout[row]
+            group = rewards[rollout // G * G : rollout // G * G + G]
             divisors = {
                 "constant": 8 * LIMIT,
-                "token_mean": masks.sum(),
-                "sequence_mean": len(rows) * max(1, mask.sum()),
+                "token_mean": batch.mask[rows].sum(),
+                "sequence_mean": len(rollouts) * max(1, batch.mask[batch.rollout == rollout].sum()),
             }
-            expected[row] = -(rewards[row] - mean(group)) / divisors[normalization] * mask
+            expected[row] = -(rewards[rollout] - mean(group)) / divisors[normalization] * batch.mask[row]
     leaves = np.repeat(np.ptp(rewards.reshape(-1, G), axis=1) == 0, G) & do_group_filter
-    leaves |= ~batch.finished & do_truncation_filter
-    num_rows = 6 * G - leaves.sum()
-    assert sum(sizes) == num_rows
-    assert len(sizes) == math.ceil(num_rows / 8)
+    leaves |= np.isin(np.arange(6 * G), batch.rollout[~batch.finished]) & do_truncation_filter
+    num_rollouts = 6 * G - leaves.sum()
+    assert sum(sizes) == num_rollouts
+    assert len(sizes) == math.ceil(num_rollouts / 8)
     assert_close(found, expected, B * T)
 
 
 def gradient_of_minibatch(minibatch: Batch, config: Config) -> jax.Array:
-    """Returns the gradient of its rows, in a shape of eight rows of which the last ones are filled up."""
+    """Returns the gradient of its rows, in a shape of 16 rows of which the last ones are filled up."""
     num_rows = len(minibatch.rewards)
     piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective.policy)
-    piece = select_rows(piece, np.resize(np.arange(num_rows), 8))
+    piece = select_rows(piece, np.resize(np.arange(num_rows), 16))
     piece.mask[num_rows:] = False
     zeros = np.zeros(piece.mask.shape)
     return learn(zeros - 1, zeros, piece, config.objective)[0][:num_rows]
@@ -346,15 +351,17 @@ REWARDS = [
 
 @pytest.mark.parametrize("flags", ADVANTAGE_FLAGS, ids=in_words)
 @pytest.mark.parametrize("advantage", CHOICES["advantage"])
-def test_advantages(advantage, flags):
+@pytest.mark.parametrize("most_rows", [1, 3])
+def test_advantages(most_rows, advantage, flags):
+    """Of rollouts of a row each, and of one to three: rows share what their rollout gets, which counts once."""
     if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
         return
     config = objective_of(advantage=advantage, **flags)
-    batch = random_batch(4, np.ravel(REWARDS))
+    batch = random_batch(4, np.ravel(REWARDS), most_rows=most_rows)
     found = compute_advantages(batch, config)
     expected, keep, signal = oracle_advantages(batch, flat(config))
     rows = np.flatnonzero(keep)
-    assert found.row.tolist() == rows.tolist()
+    np.testing.assert_array_equal(found.tokens, batch.tokens[rows])
     assert_close(found.advantages, expected[rows], B * T, SURPRISE)
     has_signal = np.array(signal)[rows]
     assert not found.advantages[~has_signal].any()
@@ -430,7 +437,7 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
         expected, keep, signal = oracle_advantages(batch, flat(config))
         rows = np.flatnonzero(keep)
         assert signal == [False] * G + [True] * G
-        assert found.row.tolist() == rows.tolist()
+        assert found.rollout.tolist() == rows.tolist()
         assert not found.advantages[rows < G].any(), f"exactly 0 for {name}"
         assert_close(found.advantages, expected[rows], B * T, SURPRISE, err_msg=name)
 
@@ -453,7 +460,7 @@ def test_best_k_imitates_equal_groups_without_the_filter(do_group_filter):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     found = compute_advantages(batch, objective_of(advantage="best_k", do_group_filter=do_group_filter))
     best = [5, 7] if do_group_filter else [0, 1, 5, 7]
-    assert found.row.tolist() == best
+    assert found.rollout.tolist() == best
     assert (found.advantages == batch.mask[best]).all()
 
 
@@ -480,7 +487,7 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     found = compute_advantages(batch, config)
     expected = compute_advantages(replace(select_rows(batch, others), group_size=G - 1), config)
     assert np.isfinite(found.advantages).all()
-    assert found.row.tolist() == expected.row.tolist()
+    assert found.rollout.tolist() == expected.rollout.tolist()
     assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
 
 
@@ -490,7 +497,7 @@ def test_group_has_no_signal_with_fewer_than_two_grades():
     signal = has_signal(np.float32(rewards).reshape(-1, G), config)
     assert signal.tolist() == [False, False, True, True]
     found = compute_advantages(random_batch(0, rewards), config)
-    assert found.row.tolist() == [9, 10, 12, 13, 15]
+    assert found.rollout.tolist() == [9, 10, 12, 13, 15]
 
 
 def test_group_leaves_if_a_failed_grader_makes_it_nan(monkeypatch):
@@ -499,7 +506,7 @@ def test_group_leaves_if_a_failed_grader_makes_it_nan(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
     found = compute_advantages(batch, objective_of(advantage="rloo"))
-    assert found.row.tolist() == [0, 1, 2, 3]
+    assert found.rollout.tolist() == [0, 1, 2, 3]
     assert np.isfinite(found.advantages).all()
 
 
@@ -515,9 +522,9 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     for do_group_filter in (True, False):
         config = ObjectiveConfig(advantage="mine", do_group_filter=do_group_filter)
         found = compute_advantages(batch, config)
-        assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
-        assert not found.advantages[found.row < 4].any()
-        assert found.advantages[found.row >= 4].any()
+        assert found.rollout.tolist() == [*range(4 if do_group_filter else 0, 8)]
+        assert not found.advantages[found.rollout < 4].any()
+        assert found.advantages[found.rollout >= 4].any()
         assert describe_objective(config).endswith("; A = mine")
 
 
@@ -855,7 +862,7 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
         lengths=mask.sum(1) + 2,
         prompt_lengths=np.full(B, 2),
         finished=np.ones(B, bool),
-        row=np.arange(B),
+        rollout=np.arange(B),
         token_rewards=by_token,
         group_size=group_size,
     )
@@ -873,7 +880,7 @@ def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
         rewards = [[float(i % 2), *second[i : i + 1]] for i in range(G)]
         batch, turn_of = episode_batch([[2] * len(turns) for turns in rewards], rewards, G)
         found = compute_advantages(batch, config)
-        assert found.row.tolist() == [*range(G)]
+        assert found.rollout.tolist() == [*range(G)]
         assert not found.advantages[turn_of == 1].any(), f"exactly 0 for {name}"
         assert found.advantages[turn_of == 0].any()
 
@@ -894,7 +901,7 @@ def test_groups_of_equal_sums_are_kept_where_turns_differ():
     rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
     batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
     found = compute_advantages(batch, objective_of(advantage="turn_mean"))
-    assert found.row.tolist() == [4, 5, 6, 7]
+    assert found.rollout.tolist() == [4, 5, 6, 7]
     assert found.advantages.any(axis=1).all()
     assert not len(compute_advantages(batch, objective_of(advantage="group_mean")))
 
@@ -918,11 +925,11 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)
     batch = replace(batch, finished=np.arange(8) != 1)
     found = compute_advantages(batch, objective_of(advantage=advantage, do_truncation_filter=True))
-    assert found.row.tolist() == [0, 2, 3, 4, 6, 7]
+    assert found.rollout.tolist() == [0, 2, 3, 4, 6, 7]
     assert found.token_rewards is None
 
     to_go = [[sum(row[number:]) for number in range(len(row))] for row in rewards]
-    for row, advantages in zip(found.row, found.advantages, strict=True):
+    for row, advantages in zip(found.rollout, found.advantages, strict=True):
         group = range(row // 4 * 4, row // 4 * 4 + 4)
         for number in range(len(lengths[row])):
             others = np.array([to_go[i][number] for i in group if len(to_go[i]) > number and i != 5])
@@ -947,7 +954,7 @@ def test_single_replies_have_one_turn():
         lengths=np.full(8, 12),
         prompt_lengths=np.full(8, 2),
         finished=np.ones(8, bool),
-        row=np.arange(8),
+        rollout=np.arange(8),
         token_rewards=by_token,
         group_size=4,
     )

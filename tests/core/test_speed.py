@@ -144,6 +144,7 @@ def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
     )
     episodes = Episodes(
         completions=work,
+        rollout=np.arange(2),
         task_ids=np.zeros(2, int),
         texts=[""] * 2,
         scores={},
@@ -187,6 +188,7 @@ def test_occupancy_is_the_share_of_slots_that_sampled():
     np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
     episodes = Episodes(
         completions=completions,
+        rollout=np.arange(64),
         task_ids=np.zeros(64, int),
         texts=[""] * 64,
         scores={},

@@ -159,21 +159,28 @@ def oracle_advantages(
     batch: Batch, config: Options
 ) -> tuple[Float64[np.ndarray, "B T"], list[bool], list[bool]]:
     """Returns the advantage of each token, which rows stay in the batch, and which have a signal."""
-    B, T = batch.mask.shape
-    G = batch.group_size
+    T, G = batch.mask.shape[1], batch.group_size
+    owner = batch.rollout.tolist()  # rollout of each row
+    rows = [[i for i in range(len(owner)) if owner[i] == e] for e in sorted({*owner})]  # of each rollout
     penalty = token_penalties(batch, config)
-    rewards = [float(batch.rewards[i]) - math.fsum(penalty[i]) for i in range(B)]
-    groups = [rewards[i // G * G : i // G * G + G] for i in range(B)]
+    rewards = [float(batch.rewards[own[0]]) - math.fsum(penalty[own].ravel()) for own in rows]
+    groups = [rewards[e // G * G : e // G * G + G] for e in range(len(rows))]
     signal = [group_has_signal(config, group) for group in groups]
-    keep = [stays(batch, config, i, signal[i]) and is_among_best(config, i % G, groups[i]) for i in range(B)]
-    table = [[of_row(config, rewards[i], groups[i], rewards)] * T if signal[i] else [0.0] * T for i in range(B)]
+    keep = [
+        stays(batch, config, rows[e], signal[e]) and is_among_best(config, e % G, groups[e]) for e in range(len(rows))
+    ]
+    table = [[of_row(config, rewards[e], groups[e], rewards) if signal[e] else 0.0] * T for e in range(len(rows))]
     if config.advantage == "reinforce++_baseline":  # also without signal, until it is standardized
-        table = [[less_the_mean(rewards[i], groups[i])] * T for i in range(B)]
+        table = [[less_the_mean(r, group)] * T for r, group in zip(rewards, groups, strict=True)]
+    table, keep, signal = ([x[e] for e in owner] for x in (table, keep, signal))
     if config.advantage == "gae":
         table = gae(batch, config).tolist()
     if config.advantage == "batch_zscore" and config.kl_in == "reward":
-        table = [[float(batch.rewards[i]) - math.fsum(penalty[i, t:]) for t in range(T)] for i in range(B)]
-    places = [(i, t) for i in range(B) if keep[i] for t in (tokens_of(batch, i) if is_by_token(config) else [0])]
+        table = [[float(batch.rewards[i]) - math.fsum(penalty[i, t:]) for t in range(T)] for i in range(len(owner))]
+    if is_by_token(config):
+        places = [(i, t) for i in range(len(owner)) if keep[i] for t in tokens_of(batch, i)]
+    else:
+        places = [(own[0], 0) for own in rows if keep[own[0]]]
     if is_by_token(config):
         table = standardized(table, [table[i][t] for i, t in places])
     table = without_signal_zero(table, signal)
@@ -183,9 +190,9 @@ def oracle_advantages(
     return np.array(without_signal_zero(table, signal)) * batch.mask, keep, signal
 
 
-def stays(batch: Batch, config: Options, i: int, has_signal: bool) -> bool:
-    """Returns whether the filters of groups and of truncated completions leave a row in the batch."""
-    if config.do_truncation_filter and not batch.finished[i]:
+def stays(batch: Batch, config: Options, rows: Sequence[int], has_signal: bool) -> bool:
+    """Returns whether the filters of groups and of truncated completions leave a rollout in the batch."""
+    if config.do_truncation_filter and not all(batch.finished[i] for i in rows):
         return False
     return has_signal or not config.do_group_filter
 

@@ -523,6 +523,7 @@ def episodes_of_bytes(ids: list[list[int]], texts: list[str]) -> Episodes:
     failed = np.array([False, False, True])
     return Episodes(
         completions=completions,
+        rollout=np.arange(3),
         task_ids=np.arange(3),
         texts=texts,
         scores=scores,
@@ -543,7 +544,7 @@ def test_tokens_are_written_with_what_is_known_of_each():
         rewards=episodes.scores["return"][[1]],
         lengths=r.lengths[[1]],
         prompt_lengths=r.prompt_lengths[[1]],
-        row=np.array([1]),
+        rollout=np.array([1]),
         advantages=np.full((1, 4), 0.5),
         entropies=np.array([[0, 0.25, 2, 0]]),
     )

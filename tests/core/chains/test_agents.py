@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,18 +10,15 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from core.advantages import ObjectiveConfig, compute_advantages  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.grpo import main  # noqa: E402
-from core.records import Batch, Completions, Episodes  # noqa: E402
+from core.records import Episodes  # noqa: E402
 from core.rollout import RolloutWorker, make_worker  # noqa: E402
 from core.sampler import SamplingConfig  # noqa: E402
-from core.terms.forks import with_forks  # noqa: E402
 from envs.scoring.shaping import RewardConfig  # noqa: E402
 from envs.settings import EnvConfig, resolve_settings  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
-from utils.batching import select_rows  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.config import parse  # noqa: E402
 from utils.threefry import make_key  # noqa: E402
@@ -64,6 +62,22 @@ def forking(low, high, number, base_url, api_key):
     if number % 8:
         ask(base_url, api_key, [{"role": "user", "content": "\\nGuess 1 to 9."}])
     return result
+
+def leaving(low, high, number, base_url, api_key):
+    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    reply = ask(base_url, api_key, messages)
+    other = [{"role": "user", "content": "\\nGuess 1 to 9."}]
+    threading.Thread(target=ask, args=(base_url, api_key, other), daemon=True).start()
+    time.sleep(0.02 * (number % 7))
+    return 0.5
+
+def planning(low, high, number, base_url, api_key):
+    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    reply = ask(base_url, api_key, messages)["choices"][0]["message"]
+    time.sleep(0.5)
+    other = ask(base_url, api_key, [{"role": "user", "content": "\\nGuess 1 to 9."}])["choices"][0]["message"]
+    ask(base_url, api_key, [*messages, reply, other | {"role": "user"}])
+    return 0.5
 
 def writing(low, high, number, base_url, api_key, folder):
     answer = ask(base_url, api_key, [{"role": "user", "content": f"\\nGuess {low} to {high}."}])
@@ -162,8 +176,10 @@ def rows_of(episodes: Episodes) -> list[tuple]:
 def play(folder):
     """Plays tasks by a function of agent.py."""
 
-    def play(function: str, num_tasks: int = 16, num_samples: int = 2) -> Episodes:
+    def play(function: str, num_tasks: int = 16, num_samples: int = 2, num_slots: int = 0) -> Episodes:
         worker, weights = worker_of(folder, "agent", agent=f"{folder / 'agent.py'}:{function}")
+        paging = replace(worker.sampler.paging, num_slots=num_slots)
+        worker = replace(worker, sampler=replace(worker.sampler, paging=paging))
         with worker:
             return worker.play(weights, np.arange(num_tasks), num_samples, make_key(3))
 
@@ -196,16 +212,26 @@ def test_a_program_gets_the_tokens_that_are_trained(folder, play):
         np.testing.assert_array_equal(np.float32(logprobs), np.minimum(rows[(*prompt, *ids), place], 0))
 
 
-def test_a_fork_is_a_row_beside_that_of_its_program(play):
+def test_another_conversation_is_another_row_of_its_rollout(play):
     native, episodes = play("guess"), play("forking")
     numbers = np.array([problem.answer["number"] for problem in episodes.problems])
     np.testing.assert_array_equal(episodes.scores["forks"], numbers % 8 > 0)
-    assert [forks is not None for forks in episodes.forks] == (numbers % 8 > 0).tolist()
-    for own, other in zip(rows_of(episodes), rows_of(native), strict=True):
-        assert own[:2] == other[:2], "the program's own row is as without a fork"
-    forks = [forks for forks in episodes.forks if forks is not None]
-    assert all(fork.mask.any() and len(fork.lengths) == 1 for fork in forks)
-    assert len({fork.tokens.tobytes() for fork in forks}) > 1, "forks have keys of their own"
+    np.testing.assert_array_equal(episodes.rollout, np.repeat(np.arange(len(numbers)), 1 + (numbers % 8 > 0)))
+    rows, firsts = rows_of(episodes), episodes.first_rows.tolist()
+    for own, other in zip([rows[row] for row in firsts], rows_of(native), strict=True):
+        assert own[:2] == other[:2], "the program's first row is as without another"
+    others = [row for number, row in enumerate(rows) if number not in firsts]
+    assert all(any(mask) for _, mask, _ in others)
+    assert len({tuple(tokens) for tokens, *_ in others}) > 1, "they have keys of their own"
+
+
+@pytest.mark.parametrize("function", ["leaving", "planning"])
+def test_conversations_that_outlive_programs_or_wait(function, play):
+    """The first ends while its second conversation is answered; in the second, eight slots serve 16 conversations."""
+    episodes = play(function, num_tasks=4, num_slots=8)
+    assert not episodes.failed.any()
+    if function == "planning":
+        assert np.bincount(episodes.rollout).tolist() == [2] * 8
 
 
 def test_a_message_cannot_forge_a_turn(play):
@@ -230,31 +256,6 @@ def test_killed_programs_cost_their_own_episodes(folder, play):
     assert all(own[:2] == other[:2] for own, other, is_killed in rows if not is_killed)
     left = [file for file in Path("/proc").glob("[0-9]*/cmdline") if re.match(rb"sleep\x0010000", file.read_bytes())]
     assert not left
-
-
-def test_forks_take_the_advantage_of_their_programs():
-    rng = np.random.default_rng(0)
-    mask = np.zeros((4, 6), bool)
-    mask[:, 2:5] = True
-    batch = Batch(
-        tokens=rng.integers(1, 9, (4, 6)), mask=mask, sample_logprobs=np.zeros((4, 6), np.float32),
-        rewards=np.float32([1, 0, 0.5, 0.5]), lengths=np.full(4, 5), prompt_lengths=np.full(4, 2),
-        finished=np.ones(4, bool), row=np.arange(4) + 10, group_size=2,
-    )  # fmt: skip
-    fork_mask = np.zeros((3, 8), bool)
-    fork_mask[:, 3:8] = True
-    completions = Completions(
-        tokens=rng.integers(1, 9, (3, 8)), mask=fork_mask, logprobs=np.zeros((3, 8), np.float32),
-        lengths=np.full(3, 8), prompt_lengths=np.full(3, 3), finished=np.ones(3, bool), slot_steps=np.zeros(3),
-        num_observed=np.zeros(3, int),
-    )  # fmt: skip
-    alone = compute_advantages(batch, ObjectiveConfig())
-    forks = [None] * 10 + [select_rows(completions, np.array([i])) if i < 3 else None for i in (2, 0, 3, 1)]
-    forked = compute_advantages(with_forks(batch, forks), ObjectiveConfig())
-    np.testing.assert_array_equal(forked.advantages[:2, :6], alone.advantages, "forks count in no baseline")
-    assert forked.row.tolist() == [10, 11, 10, 11], "the group without signal is dropped with its fork"
-    np.testing.assert_array_equal(forked.advantages[2], np.where(fork_mask[2], 1, 0))
-    np.testing.assert_array_equal(forked.advantages[3], np.where(fork_mask[0], -1, 0))
 
 
 def test_training_is_that_of_the_native_environment(folder, tmp_path):

@@ -150,30 +150,33 @@ def test_the_kernel_attends_to_pages(num_tokens, num_heads, num_key_heads, windo
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-def test_a_page_has_one_row_or_the_rows_of_a_prompt():
-    """Rows come and go at random; every page is free, or a prompt's, or one row's."""
+@pytest.mark.parametrize("share_idle", [0.0, 0.7])
+def test_a_page_has_one_row_or_the_rows_of_a_prompt(share_idle):
+    """Rows come, wait and go at random; every page is free, or a prompt's, or one row's; nobody waits for idle rows."""
     rng = np.random.default_rng(0)
     prompts = np.repeat(np.arange(10), 4)
     num_pages = 20
     num_shared = (prompts % 3).astype(int)
     table = PageTable(2, 8, num_pages, 12, prompts, num_shared)
-    length, num_aside = np.ones(40, int), 0
+    length, num_aside, num_yielded = np.ones(40, int), 0, 0
     while any(shard.resident or shard.waiting for shard in table.shards):
         needed = num_shared + length
         num_aside += len(table.reserve(needed))
-        table.admit(np.ones(40, bool), needed, (length + 2.0)[:, None])
+        is_idle = rng.random(40) < share_idle
+        num_yielded += len(table.admit(~is_idle, is_idle, needed, (length + 2.0)[:, None])[2])
         for number, shard in enumerate(table.shards):
             own = [table.table[table.slots[row], num_shared[row] : table.num_pages[row]] for row in shard.resident]
             held = [x for part in own for x in part] + [x for prompt in shard.prompts.values() for x in prompt.pages]
             assert sorted([*held, *shard.pages]) == list(range(num_pages))
             assert {table.shard_of_row[row] for row in shard.resident} <= {number}
             assert all(table.num_pages[row] >= needed[row] for row in shard.resident)
-        assert all(shard.resident for shard in table.shards if shard.waiting), "somebody always goes on"
-        for row in np.flatnonzero(table.slots >= 0).tolist():
+            wants_to_go_on = [row for row in [*shard.resident, *shard.waiting] if not is_idle[row]]
+            assert not wants_to_go_on or any(not is_idle[row] for row in shard.resident), "somebody always goes on"
+        for row in np.flatnonzero((table.slots >= 0) & ~is_idle).tolist():
             length[row] += rng.integers(0, 3)
             if rng.random() < 0.05 or length[row] > 9:
                 table.drop(row)
-    assert num_aside > 5
+    assert (num_yielded if share_idle else num_aside) > 5
     assert (table.table == NOWHERE).all()
 
 

@@ -282,6 +282,7 @@ def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict 
     )
     episodes = Episodes(
         completions=completions,
+        rollout=np.arange(1),
         task_ids=row,
         texts=["a"],
         scores={"return": reward},
@@ -296,7 +297,7 @@ def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict 
         rewards=reward,
         lengths=2 * row,
         prompt_lengths=row,
-        row=row - 1,
+        rollout=row - 1,
     )
     progress = Progress(step, memory=memory or {})
     run.end_step(progress, state or states(step), {}, episodes, batch, is_last=False)

@@ -138,7 +138,7 @@ def taught(layout: Layout | None = None, prefix: str = "", tokens: int = 128, **
 
 
 def fresh_batch() -> Batch:
-    return replace(random_batch(), old_logprobs=None, advantages=None, row=np.arange(8))
+    return replace(random_batch(), old_logprobs=None, advantages=None, rollout=np.arange(8))
 
 
 def episodes() -> SimpleNamespace:
@@ -277,7 +277,7 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
     learner = taught(tokens=512)
     state, batch = learner.add_logprobs(first_state(learner), fresh_batch())
-    batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, row=None)
+    batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, rollout=None)
     batch = replace(batch, denominator=np.ones(8, np.float32), num_tokens=np.ones(8, np.float32))
     ((_, *arrays),) = list(learner.chains(batch, learner.shapes)[0])
     microbatch, packing = learner.layout.put(arrays)

@@ -24,6 +24,7 @@ def episodes_of(lengths: list[int], scores: dict[str, np.ndarray], failed: np.nd
     )
     return Episodes(
         completions=completions,
+        rollout=np.arange(len(lengths)),
         task_ids=np.arange(len(lengths)),
         texts=["a"] * len(lengths),
         scores=scores,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from core.advantages import ObjectiveConfig, compute_advantages
-from core.records import Batch, Completions
-from core.terms.forks import with_forks
+from core.records import Batch
 from tests.helpers import ROOT, read_jsonl, train_here
 from tests.kill_runs import checksum, records
 from tests.oracles.advantages import TINY, deviation, mean, standardized
+from utils.batching import select_rows
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
@@ -45,7 +45,7 @@ def batch_of(rewards: dict[str, list[float]], failed: tuple[int, ...] = (), seed
         lengths=lengths,
         prompt_lengths=np.full(num_rows, 2),
         finished=np.arange(num_rows) % 5 > 0,
-        row=np.arange(num_rows),
+        rollout=np.arange(num_rows),
         group_size=G,
     )
 
@@ -87,11 +87,11 @@ def test_gdpo_equals_a_loop_over_parts_groups_and_rows(do_group_filter, do_trunc
 
     expected, silent = oracle(REWARDS, failed, leaves)
     assert silent == [12, 13, 14, 15]
-    assert found.row.tolist() == [*expected]
+    assert found.rollout.tolist() == [*expected]
     assert found.reward_parts == {}, "the loss reads none"
     wanted = np.array([*expected.values()])[:, None] * found.mask
     np.testing.assert_allclose(found.advantages, wanted, rtol=1e-5, atol=1e-6)
-    assert not found.advantages[np.isin(found.row, silent)].any(), "exactly 0"
+    assert not found.advantages[np.isin(found.rollout, silent)].any(), "exactly 0"
 
 
 def test_a_part_without_spread_adds_exactly_nothing():
@@ -100,7 +100,7 @@ def test_a_part_without_spread_adds_exactly_nothing():
         constant = REWARDS | {"length": [number] * len(REWARDS["right"])}
         found = compute_advantages(batch_of(constant), gdpo())
         without = compute_advantages(batch_of(constant), gdpo(reward_parts="right=1,form=0.5"))
-        assert found.row.tolist() == without.row.tolist()
+        assert found.rollout.tolist() == without.rollout.tolist()
         np.testing.assert_array_equal(found.advantages, without.advantages)
 
 
@@ -110,7 +110,7 @@ def test_equal_sums_of_different_parts_have_signal():
     assert np.ptp(batch.rewards) == 0
     assert len(compute_advantages(batch, ObjectiveConfig())) == 0
     found = compute_advantages(batch, gdpo())
-    assert found.row.tolist() == [0, 1, 2, 3]
+    assert found.rollout.tolist() == [0, 1, 2, 3]
     first = found.advantages[:, 2]
     np.testing.assert_allclose(first, [-1, 1, -1, 1], rtol=1e-6)  # 1 x z - 0.5 x z, normalized
 
@@ -127,22 +127,11 @@ def test_a_part_that_no_row_has_is_0_for_all():
     np.testing.assert_array_equal(found.advantages, expected.advantages)
 
 
-def test_forks_take_the_advantage_of_their_row():
-    batch = batch_of(REWARDS)
-    new = Completions(
-        tokens=batch.tokens[:1],
-        mask=batch.mask[:1],
-        logprobs=batch.sample_logprobs[:1],
-        lengths=batch.lengths[:1],
-        prompt_lengths=batch.prompt_lengths[:1],
-        finished=batch.finished[:1],
-        slot_steps=np.ones(1, np.float32),
-        num_observed=np.zeros(1, int),
-    )
-    forked = with_forks(batch, [new if row == 2 else None for row in range(len(batch))])
-    found, expected = compute_advantages(forked, gdpo()), compute_advantages(batch, gdpo())
-    np.testing.assert_array_equal(found.advantages[:-1], expected.advantages)
-    assert set(found.advantages[-1][new.mask[0]]) == set(expected.advantages[2][batch.mask[2]])
+def test_rows_share_the_advantage_of_their_rollout():
+    batch, expected = batch_of(REWARDS), compute_advantages(batch_of(REWARDS), gdpo())
+    twice = np.repeat(np.arange(len(batch)), 2)
+    found = compute_advantages(select_rows(batch, twice), gdpo())
+    np.testing.assert_array_equal(found.advantages, np.repeat(expected.advantages, 2, axis=0))
 
 
 @pytest.mark.parametrize(
