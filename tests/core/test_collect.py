@@ -11,11 +11,11 @@ import pytest
 
 from core.grpo import groups_with_signal, num_groups_to_sample, task_numbers
 from core.records import Batch
-from core.rollout import evaluate
+from core.rollout import RolloutWorker, evaluate
 from core.run.metrics import rollout_metrics
 from envs.scoring.scorer import Failure
 from tests.helpers import random_params
-from tests.learning import G, first_state, make_learner, train_step
+from tests.learning import G, first_state, make_learner, teacher_forced, train_step
 from tests.playing import COLLECT, Digest, HereScorer, collect_batch, make_worker
 from utils.batching import group_counts
 from utils.devices.sharding import Layout
@@ -164,3 +164,54 @@ def test_a_failed_grader_is_no_reward_of_zero():
     assert np.isfinite(metrics["loss"])
     assert np.isfinite(updates[0].minibatch.rewards).all()
     assert metrics["num_rows"] == graded.sum()
+
+
+class PairWorker(RolloutWorker):
+    """An environment whose rollouts have two rows each, which earn the reward of the first one."""
+
+    def play(self, weights, tasks, num_samples, key, positions=None):
+        episodes = super().play(weights, tasks, 2 * num_samples, key, positions)
+        whole = slice(None, None, 2)
+        return replace(
+            episodes,
+            rollout=np.arange(len(episodes)) // 2,
+            task_ids=episodes.task_ids[whole],
+            texts=episodes.texts[whole],
+            problems=episodes.problems[whole],
+            scores={name: x[whole] for name, x in episodes.scores.items()},
+            failed=episodes.failed[whole],
+            positions=episodes.positions[whole],
+        )
+
+
+@pytest.mark.parametrize("minibatch", [0, 8])
+def test_rollouts_of_two_rows_are_trained_on_as_rollouts(minibatch):
+    """Optimizer steps, old log-probabilities, baseline and mean over tokens, against loops over rollouts."""
+    config = with_options(COLLECT, ppo_minibatch=minibatch, ppo_epochs=1)
+    batch, episodes, _ = collect_batch(PairWorker(**vars(make_worker(12))), config)
+    returns = episodes.scores["return"].reshape(-1, G)
+    returns = returns[np.ptp(returns, axis=1) > 1e-6][:4].ravel()
+    assert len(batch) == 2 * len(returns) == 2 * 4 * G
+    learner = make_learner(config)
+    _, metrics, updates = train_step(learner, first_state(learner), batch)
+    assert metrics["num_updates"] == config.updates_per_step == (1 if minibatch == 0 else 2)
+    rollouts = [number for update in updates for number in sorted({*update.minibatch.rollout.tolist()})]
+    assert sorted(rollouts) == sorted({*batch.rollout.tolist()}), "each in one update"
+    assert metrics["tokens_per_rollout"] == pytest.approx(batch.mask.sum() / len(returns))
+
+    numbers = {number: place for place, number in enumerate(sorted(rollouts))}
+    losses = []
+    for update in updates:
+        minibatch = update.minibatch
+        total = 0.0
+        for row, number in enumerate(minibatch.rollout.tolist()):
+            place = numbers[number]
+            group = returns[place // G * G : place // G * G + G]
+            total -= (returns[place] - group.mean()) * minibatch.mask[row].sum()
+        losses.append(total / minibatch.mask.sum())
+        if len(updates) > 1:
+            true = teacher_forced(learner.model, random_params(), minibatch.tokens, config.sampling.distribution)[0]
+            np.testing.assert_allclose(minibatch.old_logprobs[minibatch.mask], true[minibatch.mask], atol=1e-4)
+    first = learner.read(updates[0])["policy_loss"]
+    assert first == pytest.approx(losses[0], abs=1e-5)
+    assert len(updates) > 1 or updates[0].minibatch.old_logprobs is None
