@@ -388,6 +388,21 @@ def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[st
     ]
 
 
+def describe_whole(model: Decoder, *layouts: Layout) -> list[str]:
+    """Returns a line for each tp of these meshes that leaves something whole, because it does not divide its number."""
+    sizes = {"attention heads": model.num_attention_heads, "key heads": model.num_key_value_heads}
+    sizes["MLP columns"] = model.moe_intermediate_size or model.intermediate_size
+    sizes["ids of the vocabulary"] = model.vocab_size
+    if model.delta:
+        sizes["heads of linear attention"] = model.delta.num_value_heads
+    lines = []
+    for tp in sorted({layout.mesh.shape["tp"] for layout in layouts}):
+        whole = [f"{size:,} {name}" for name, size in sizes.items() if size % tp]
+        if whole:
+            lines.append(f"tp={tp} does not divide {', '.join(whole)}: each of the {tp} devices computes all of them")
+    return lines
+
+
 class MemoryPlan(NamedTuple):
     """Settings chosen by the available memory, and notes printed at the start."""
 
@@ -437,7 +452,8 @@ def fit_memory(
     num_bytes = update(remat, num_tokens)
     room = sizes.sampling_room(num_bytes)
     num_rows = num_sampled_rows or min(rows_that_fit(room, model, sizes.rollout, row_length), FEW_ROWS)
-    notes = describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
+    notes = describe_whole(model, layout, sizes.rollout)
+    notes += describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
     return MemoryPlan(remat, num_tokens, Room(sizes.rollout, room), tuple(notes))
 
 

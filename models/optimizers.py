@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from models.names import CRITIC, EMBED, HEAD, LAYERS, LORA_A, LORA_B, Array, Params
+from models.names import CRITIC, EMBED, HEAD, Array, Params, is_matrix
 from utils.settings.errors import UserError
 from utils.settings.options import option
 
@@ -24,14 +24,12 @@ NOUNS = {
 ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [..., out, in]
 
 
-def rate_name(path: tuple, x: Array) -> str:
+def rate_name(path: tuple, _: Array) -> str:
     """Returns the option that holds a parameter's learning rate under --optimizer muon."""
     if path[0].key == CRITIC:
         return "critic_lr"
-    name = path[0].key
-    if name == LAYERS or name.endswith((LORA_A, LORA_B)):
-        return "matrix_lr" if x.ndim >= 3 else "lr"
-    return VOCABULARY.get(name, "lr")
+    name = path[-1].key
+    return VOCABULARY.get(name, "matrix_lr" if is_matrix(name) else "lr")
 
 
 def width_factor(x: Array) -> float:

@@ -7,6 +7,7 @@ from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.shaping import reward_names
 from models.architecture import Decoder
+from models.memory import describe_whole
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
 from models.speed import limits_of
@@ -33,6 +34,7 @@ def training_notes(
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
+        *(describe_whole(learner.model, worker.layout) if config.ahead and worker.layout != learner.layout else ()),
         describe_stored(config, worker.tokenizer),
         describe_limits(learner),
     )

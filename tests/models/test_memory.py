@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from bench.common import shape
 from bench.compiled import state_shapes
@@ -21,6 +21,7 @@ from models.memory import (
     Sizes,
     choose_rollout,
     describe_rollout,
+    describe_whole,
     fit_memory,
     kv_row_bytes,
     measure_sizes,
@@ -31,6 +32,7 @@ from models.memory import (
 )
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.state import TrainState
+from tests.helpers import HYBRID, MODEL
 from utils.batching import MicrobatchShape, bucket, choose_shapes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
@@ -188,6 +190,27 @@ def test_sampling_weights_are_sharded_if_rows_have_no_room(name, num_devices, gi
     asked = measure_sizes(*arguments, rollout_tp=num_devices)
     assert asked.rollout.row_shards == 1
     assert asked.kv_row * num_devices == kv_row_bytes(model, layout, 1536)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "whole"),
+    [
+        (MODEL, (1, 2), []),
+        (MODEL, (4, 4), ["tp=4 does not divide 2 key heads: "]),
+        (replace(MODEL, vocab_size=1001), (4, 2), [
+            "tp=2 does not divide 1,001 ids of the vocabulary: ",
+            "tp=4 does not divide 2 key heads, 1,001 ids of the vocabulary: ",
+        ]),
+        (replace(HYBRID, num_experts=4, moe_intermediate_size=24), (16,), [
+            "tp=16 does not divide 4 attention heads, 2 key heads, 24 MLP columns, 200 ids of the vocabulary, "
+            "4 heads of linear attention: "
+        ]),
+    ],
+)  # fmt: skip
+def test_what_tp_does_not_divide_is_named(model, sizes, whole):
+    layouts = [Layout(AbstractMesh((1, 1, tp), MESH_AXES)) for tp in sizes]
+    found = describe_whole(model, *layouts)
+    assert [line.split(": ")[0] + ": " for line in found] == whole
 
 
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():

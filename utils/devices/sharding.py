@@ -153,14 +153,13 @@ class Layout:
         return jax.tree.map(move, tree)
 
     def put(self, tree: PyTree) -> PyTree:
-        """Returns host arrays, equal on all processes, as device arrays sharded by rows (scalars are replicated)."""
-        return jax.tree.map(self.put_array, tree)
+        """Returns host arrays, equal on all processes, as device arrays: by rows if these divide, otherwise whole."""
 
-    def put_array(self, x: ArrayLike) -> jax.Array:
-        """Returns a host array as a device array sharded by rows, a scalar replicated."""
-        x = np.asarray(x)
-        sharding = self.rows if x.ndim else self.replicated
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        def put_array(x: ArrayLike) -> jax.Array:
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, self.sharding(x.shape, ("rows",)), lambda index: x[index])
+
+        return jax.tree.map(put_array, tree)
 
     def fetch(self, tree: PyTree) -> PyTree:
         """Returns device arrays as whole host arrays, on every process."""
@@ -169,8 +168,8 @@ class Layout:
         return jax.tree.map(self.fetch_array, tree)
 
     def fetch_array(self, x: ArrayLike) -> np.ndarray:
-        """Returns an array as a whole host array, on every process."""
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        """Returns an array as a whole host array, on every process; by a program only if no device holds it whole."""
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             return multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
 
@@ -230,12 +229,18 @@ def on_each(
 
     f calls `gather` when it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
     summed. For TPU it sends pieces of weights around and keeps running sums of their products in bfloat16. The gradient
-    of the head was summed whole on every device.
+    of the head was summed whole on every device. Rows that do not divide are filled up with zeros.
 
     `table`: shapes and logical axes of the weights; None: they are whole. What concerns `tp` is left to XLA.
     """
-    if mesh is None or num_shards(mesh, "rows") == 1:
+    shards = 1 if mesh is None else num_shards(mesh, "rows")
+    if shards == 1:
         return f(weights, rows)
+
+    def fill_up(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, -len(x) % shards), *[(0, 0)] * (x.ndim - 1)]) if len(x) % shards else x
+
+    num_rows = len(jax.tree.leaves(rows)[0])
     by_rows = PartitionSpec(ROWS)
     mapped = jax.shard_map(
         f,
@@ -245,7 +250,8 @@ def on_each(
         axis_names=set(ROWS),
         check_vma=False,
     )
-    return mapped(weights, rows)
+    found = mapped(weights, jax.tree.map(fill_up, rows))
+    return jax.tree.map(lambda x: x[:num_rows], found) if num_rows % shards else found
 
 
 def cut_by_fsdp(mesh: Mesh | AbstractMesh, table: PyTree) -> PyTree:
