@@ -28,6 +28,7 @@ USABLE = 0.9  # share of the memory: the rest is for fragments and compiled prog
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note
 PLENTY, ENOUGH = 16384, 4096  # packed tokens of a micro-batch: with more nothing is gained, with fewer by recomputing
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 1024, 256
+FEW_SUMS = 8  # micro-batches whose sum in bfloat16 keeps five of its eight bits of each
 MOST_SLOTS = 1024  # slots of a device: on an H100 a step of 1,024 rows took 1.5 times as long as one of 512
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and other programs share a CPU's memory
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
@@ -453,6 +454,12 @@ def fit_memory(
     room = sizes.sampling_room(num_bytes)
     num_rows = num_sampled_rows or min(rows_that_fit(room, model, sizes.rollout, row_length), FEW_ROWS)
     notes = describe_whole(model, layout, sizes.rollout)
+    num_sums = -(-most_rows * row_length // num_tokens)
+    if config.grad_dtype == "bfloat16" and num_sums > FEW_SUMS:
+        notes.append(
+            f"--grad_dtype bfloat16 sums up to {num_sums} micro-batches in bfloat16, and above {FEW_SUMS} rounding may "
+            "lose what they add: raise --tokens_per_microbatch, or leave out --grad_dtype"
+        )
     notes += describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
     return MemoryPlan(remat, num_tokens, Room(sizes.rollout, room), tuple(notes))
 

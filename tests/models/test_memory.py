@@ -307,6 +307,11 @@ def test_what_does_not_fit_is_said():
     plan, _ = fit("Qwen3-8B", 80)
     assert any("--optimizer adafactor" in note for note in plan.notes)
     assert not fit("Qwen3-0.6B", 1000)[0].notes, "where there is plenty, nothing is said"
+    for num_tokens, sums in ((16384, 8), (8192, 16)):  # of 128 rows of 1,024 tokens
+        bfloat16 = {"grad_dtype": "bfloat16", "ppo_minibatch": 128, "prompt_length": 512, "num_generation_tokens": 512}
+        notes = fit("Qwen3-0.6B", 1000, tokens_per_microbatch=num_tokens, **bfloat16)[0].notes
+        assert [note for note in notes if f"sums up to {sums} micro-batches in bfloat16" in note] == list(notes)
+        assert len(notes) == (sums > 8)
 
 
 def test_optimizers_and_dtypes_count():
