@@ -553,14 +553,6 @@ def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:
     return int(layer), parameter, tuple(map(int, expert))
 
 
-def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:
-    """Returns the array of a tensor's name; a layer's or an expert's is sliced from the array of all that have one."""
-    if not name.startswith(f"{LAYERS}."):
-        return params[name]
-    layer, name, expert = split_tensor(name)
-    return params[LAYERS][name][layers_with[name].index(layer), *expert]
-
-
 def layer_rows(layers_with: Mapping[str, list[int]], layer: int) -> dict[str, np.int32]:
     """Returns the row of each parameter's array that is a layer's; 0 if the layer has no such parameter."""
     return {name: np.int32(layers.index(layer) if layer in layers else 0) for name, layers in layers_with.items()}

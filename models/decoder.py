@@ -9,6 +9,7 @@ a head, D width.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -463,24 +464,18 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
     as arguments of jit, let all layers share kernels: slices at constants would be compiled one by one.
     """
     cast = cast_params(model, params)
-    layers = [transpose_matrices(select_layer(model, cast[LAYERS], i, numbers)) for i in model.layer_numbers]
-    return cast | {LAYERS: layers}
+    layers = [select_layer(model, cast[LAYERS], i, numbers) for i in model.layer_numbers]
+    return cast | {LAYERS: [dict(starmap(as_decoded, layer.items())) for layer in layers]}
+
+
+def as_decoded(name: str, x: Array) -> tuple[str, Array]:
+    """Returns the name and the array of a layer's parameter as sampling reads it: matrices as [in, out]."""
+    return (name + TRANSPOSED, x.transpose(decode_axes(name))) if is_matrix(name) else (name, x)
 
 
 def cast_params(model: Decoder, params: Params) -> Params:
     """Returns parameters in the data types that sampling reads."""
     return jax.tree.map_with_path(lambda path, x: x.astype(dtype_of(path[-1].key, model.dtype)), params)
-
-
-def transpose_matrices(layer: LayerParams) -> LayerParams:
-    """Returns the arrays of a layer, matrices as [in, out]."""
-    weights = {}
-    for name, array in layer.items():
-        if is_matrix(name):
-            weights[name + TRANSPOSED] = array.transpose(decode_axes(name))
-        else:
-            weights[name] = array
-    return weights
 
 
 def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Kept]:

@@ -27,7 +27,7 @@ from models.names import EMBED, HEAD
 from models.templates import RENDERER
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
-from tests.references import DATA, FIXTURES, expected_of, load, logits, needs_data, rows
+from tests.references import DATA, FIXTURES, expected_of, load, logits, needs_data, rows, select_tensor
 from utils.devices.sharding import MESH_AXES, single_device
 from utils.settings.errors import describe_error
 
@@ -85,7 +85,7 @@ def test_gradients_equal_those_of_transformers(name):
     shapes = checkpoint.tensor_shapes(model)
     operations = gradient_depth(model, tokens.shape[1], tokens.size)
     for i, tensor in enumerate(sorted(shapes)):
-        found = np.float64(checkpoint.select_tensor(layers_with, gradient, tensor))
+        found = np.float64(select_tensor(layers_with, gradient, tensor))
         norm = np.linalg.norm(found)
         direction = np.random.default_rng(i).standard_normal(found.shape)
         assert_close(norm, reference["gradient_norms"][i], operations, size=10 * norm, err_msg=tensor)

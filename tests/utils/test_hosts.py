@@ -161,6 +161,7 @@ def test_a_tpu_gets_the_options_that_its_compiler_knows(
     """By their names in the library, of whatever release; an option that it lacks is named."""
     (tmp_path / "libtpu.so").write_bytes(b"\x7fELF" + b"".join(names))
     package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    # A machine with this library.
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: package if name == "libtpu" else None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)

@@ -197,10 +197,6 @@ class Layout:
         """Returns the values of all processes, in their order."""
         return self.share(lambda _: [value], jax.process_count())
 
-    def sum_over_processes(self, value: int) -> int:
-        """Returns the sum of the processes' numbers."""
-        return sum(self.gather_values(value))
-
     def broadcast(self, value: str) -> str:
         """Returns the text of process 0, on every process."""
         return self.gather_values(value)[0]
@@ -240,28 +236,23 @@ def on_each(
     def fill_up(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, -len(x) % shards), *[(0, 0)] * (x.ndim - 1)]) if len(x) % shards else x
 
+    def cut(spec: tuple[tuple[int, ...], tuple[str | None, ...]]) -> PartitionSpec:
+        names = sharding_of(mesh, *spec).spec
+        return PartitionSpec(*(name if name == "fsdp" else None for name in names))
+
+    cuts = PartitionSpec() if table is None else jax.tree.map(cut, table, is_leaf=lambda x: isinstance(x, tuple))
     num_rows = len(jax.tree.leaves(rows)[0])
     by_rows = PartitionSpec(ROWS)
     mapped = jax.shard_map(
         f,
         mesh=mesh,
-        in_specs=(cut_by_fsdp(mesh, table), by_rows),
+        in_specs=(cuts, by_rows),
         out_specs=by_rows,
         axis_names=set(ROWS),
         check_vma=False,
     )
     found = mapped(weights, jax.tree.map(fill_up, rows))
     return jax.tree.map(lambda x: x[:num_rows], found) if num_rows % shards else found
-
-
-def cut_by_fsdp(mesh: Mesh | AbstractMesh, table: PyTree) -> PyTree:
-    """Returns how fsdp cuts the arrays of a table of shapes and logical axes."""
-
-    def cut(spec: tuple[tuple[int, ...], tuple[str | None, ...]]) -> PartitionSpec:
-        names = sharding_of(mesh, *spec).spec
-        return PartitionSpec(*(name if name == "fsdp" else None for name in names))
-
-    return PartitionSpec() if table is None else jax.tree.map(cut, table, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def is_on_each() -> bool:
@@ -330,20 +321,14 @@ def on_devices(mesh: Mesh, f: Callable[..., PyTree], in_specs: PyTree, out_specs
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     """Returns the number of shards of a logical axis."""
-    names = LOGICAL_TO_MESH[axis] if axis else None
-    if names is None:
-        return 1
-    if isinstance(names, str):
-        return mesh.shape[names]
-    return math.prod(mesh.shape[name] for name in names)
+    names = LOGICAL_TO_MESH.get(axis) or ()
+    return math.prod(mesh.shape[name] for name in ([names] if isinstance(names, str) else names))
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """Returns the sharding of an array with these logical axes; a dimension that does not divide stays whole."""
-    names = []
-    for axis, size in zip(axes, shape, strict=False):
-        is_divisible = size % num_shards(mesh, axis) == 0
-        names.append(LOGICAL_TO_MESH[axis] if axis and is_divisible else None)
+    sizes = zip(axes, shape, strict=False)
+    names = [None if size % num_shards(mesh, axis) else LOGICAL_TO_MESH.get(axis) for axis, size in sizes]
     return NamedSharding(mesh, PartitionSpec(*names))
 
 
