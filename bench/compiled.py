@@ -75,7 +75,6 @@ from models.memory import (
 from models.names import (
     EMBED,
     EXPERT,
-    FLOAT32,
     LAYERS,
     SCALE,
     TEACHER,
@@ -84,6 +83,7 @@ from models.names import (
     Params,
     Policy,
     Weights,
+    dtype_of,
 )
 from models.optimizers import make_optimizer
 from models.pages import Paging
@@ -370,7 +370,7 @@ def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
         return {}
 
     def lay_out(path: tuple, spec: Spec) -> jax.ShapeDtypeStruct:
-        dtype = "float32" if path[-1].key.removesuffix(".T") in FLOAT32 else model.dtype
+        dtype = dtype_of(path[-1].key, model.dtype)
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=True))
 
     base = jax.tree.map_with_path(lay_out, model.weights_table(), is_leaf=architecture.is_spec)

@@ -27,7 +27,7 @@ from absl import app, flags
 
 from models import decoder
 from models.architecture import Decoder
-from models.checkpoint import load_model, select_tensor, tensor_shapes
+from models.checkpoint import load_model, tensor_shapes
 from models.names import Params
 from utils.settings.errors import UserError
 
@@ -36,6 +36,7 @@ try:
     import transformers
 
     from tests.make_fixtures import make_model, make_tokenizer, tensors_of
+    from tests.references import select_tensor
 except ImportError:
     torch = None  # `main` says what to install
 

@@ -58,6 +58,7 @@ from models.names import Array, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
+from utils.devices.threads import LAUNCHING
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
@@ -321,7 +322,8 @@ class TokenScorer:
         tokens[0, : len(row)] = row
         given = {name: value for name, value in request.sampling._asdict().items() if value is not None}
         temperature = float(given.get("temperature", self.default.temperature)) or 1.0
-        found = score(self.model, MAX_TOP, self.params, tokens, 1.0 if request.echo else temperature)
+        with LAUNCHING:
+            found = score(self.model, MAX_TOP, self.params, tokens, 1.0 if request.echo else temperature)
         logprobs, values, numbers = jax.tree.map(lambda x: np.asarray(x[0, : len(row)]), found)
         top = [dict(zip(*pair, strict=True)) for pair in zip(numbers.tolist(), values.tolist(), strict=True)]
         if not request.echo:

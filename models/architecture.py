@@ -225,7 +225,7 @@ class Decoder:
         for kind in self.kinds:
             layer = {}
             for name, spec in self.layer_table(kind).items():
-                if not is_matrix(name, len(spec.shape)):
+                if not is_matrix(name):
                     layer[name] = spec
                     continue
                 order = decode_axes(name)

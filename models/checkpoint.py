@@ -37,7 +37,6 @@ from models.memory import has_room_for_copy
 from models.names import (
     EMBED,
     EXPERT,
-    FLOAT32,
     HEAD,
     LAYERS,
     TRANSPOSED,
@@ -47,6 +46,7 @@ from models.names import (
     Params,
     Weights,
     decode_axes,
+    dtype_of,
 )
 from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
@@ -356,18 +356,18 @@ def load_params(source: ModelFolder, layout: Layout | None) -> Params:
 
     Raises: UserError for a tensor with NaN or infinity.
     """
-    model, dtype = source.model, jnp.dtype(source.dtype)
+    model = source.model
     table = model.parameter_table()
     layers_with = model.layers_with()
-    read = partial(source.read, dtype)
     layers = {}
     for name, spec in table.pop(LAYERS).items():
+        dtype = jnp.dtype(dtype_of(name, source.dtype))
         names = [layer_tensor(i, name) for i in layers_with[name]]
-        read_layer = partial(read_parameter, read, spec.shape[1:], dtype)
+        read_layer = partial(read_parameter, partial(source.read, dtype), spec.shape[1:], dtype)
         layers[name] = load_array(spec, layout, partial(read_stacked, read_layer, spec.shape, names, dtype))
     params = {LAYERS: layers}
     for name, spec in table.items():
-        params[name] = load_array(spec, layout, partial(read, name))
+        params[name] = load_array(spec, layout, partial(source.read, jnp.dtype(dtype_of(name, source.dtype)), name))
     if layout:
         layout.check_mesh_axes(params)
     return params
@@ -394,7 +394,7 @@ def load_base(source: ModelFolder, layout: Layout) -> Weights:
 
 def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> Array:
     """Loads one array of the weights, a matrix of a layer transposed."""
-    dtype = jnp.dtype("float32" if name.endswith(FLOAT32) else source.dtype)
+    dtype = jnp.dtype(dtype_of(name, source.dtype))
     read = partial(source.read, dtype)
     if name.endswith(TRANSPOSED):
         name = name.removesuffix(TRANSPOSED)
@@ -551,14 +551,6 @@ def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:
     layer, *expert = re.findall(r"\.(\d+)\.", name)
     parameter = re.sub(r"experts\.\d+", f"experts.{EXPERT}", name.removeprefix(f"{LAYERS}.{layer}."))
     return int(layer), parameter, tuple(map(int, expert))
-
-
-def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:
-    """Returns the array of a tensor's name; a layer's or an expert's is sliced from the array of all that have one."""
-    if not name.startswith(f"{LAYERS}."):
-        return params[name]
-    layer, name, expert = split_tensor(name)
-    return params[LAYERS][name][layers_with[name].index(layer), *expert]
 
 
 def layer_rows(layers_with: Mapping[str, list[int]], layer: int) -> dict[str, np.int32]:

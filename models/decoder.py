@@ -9,6 +9,7 @@ a head, D width.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -37,7 +38,6 @@ from models.lora import adapt, with_adapters
 from models.names import (
     CRITIC,
     EMBED,
-    FLOAT32,
     HEAD,
     LAYERS,
     NORM,
@@ -56,6 +56,7 @@ from models.names import (
     PolicyParams,
     Weights,
     decode_axes,
+    dtype_of,
     is_matrix,
 )
 from models.packing import (
@@ -116,7 +117,7 @@ def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) 
     x32 = rows.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(mean_square + model.rms_norm_eps)
-    gain = gain.astype(x.dtype)  # as the sampler has it
+    gain = gain.astype(x.dtype)
     if model.norm_offset:
         normed = (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
     else:
@@ -212,8 +213,8 @@ def gated_deltanet(
     step = unpack(step, packing)
     qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"], is_token)
     beta = jax.nn.sigmoid(write.astype(jnp.float32))
-    rate = jnp.exp(layer["linear_attn.A_log"].astype(jnp.float32))
-    step = step.astype(jnp.float32) + layer["linear_attn.dt_bias"].astype(jnp.float32)
+    rate = jnp.exp(layer["linear_attn.A_log"])
+    step = step.astype(jnp.float32) + layer["linear_attn.dt_bias"]
     log_decay = -rate * jax.nn.softplus(step)
     if is_token is not None:
         beta = jnp.where(is_token[..., None], beta, 0)
@@ -463,28 +464,18 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
     as arguments of jit, let all layers share kernels: slices at constants would be compiled one by one.
     """
     cast = cast_params(model, params)
-    layers = [transpose_matrices(select_layer(model, cast[LAYERS], i, numbers)) for i in model.layer_numbers]
-    return cast | {LAYERS: layers}
+    layers = [select_layer(model, cast[LAYERS], i, numbers) for i in model.layer_numbers]
+    return cast | {LAYERS: [dict(starmap(as_decoded, layer.items())) for layer in layers]}
+
+
+def as_decoded(name: str, x: Array) -> tuple[str, Array]:
+    """Returns the name and the array of a layer's parameter as sampling reads it: matrices as [in, out]."""
+    return (name + TRANSPOSED, x.transpose(decode_axes(name))) if is_matrix(name) else (name, x)
 
 
 def cast_params(model: Decoder, params: Params) -> Params:
     """Returns parameters in the data types that sampling reads."""
-
-    def cast_array(path: tuple, x: Array) -> Array:
-        return x.astype(jnp.float32 if path[-1].key in FLOAT32 else model.dtype)
-
-    return jax.tree.map_with_path(cast_array, params)
-
-
-def transpose_matrices(layer: LayerParams) -> LayerParams:
-    """Returns the arrays of a layer, matrices as [in, out]."""
-    weights = {}
-    for name, array in layer.items():
-        if is_matrix(name, array.ndim):
-            weights[name + TRANSPOSED] = array.transpose(decode_axes(name))
-        else:
-            weights[name] = array
-    return weights
+    return jax.tree.map_with_path(lambda path, x: x.astype(dtype_of(path[-1].key, model.dtype)), params)
 
 
 def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Kept]:

@@ -235,7 +235,7 @@ def gated_norm(
 ) -> Float[Array, "B T H*E"]:
     """Returns the outputs of heads over their root mean square, times the gain, times SiLU of the gate."""
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    gain = gain.astype(gate.dtype)  # as the sampler has it
+    gain = gain.astype(gate.dtype)
     x = x * jax.lax.rsqrt(mean_square + eps) * gain.astype(jnp.float32)
     x = rearrange(x, "B T H E -> B T (H E)")
     return (x * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)

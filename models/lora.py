@@ -21,6 +21,7 @@ from models.names import (
     LORA_A,
     LORA_B,
     MEMBERS,
+    ROUTER,
     SCALE,
     TRANSPOSED,
     Adapters,
@@ -31,11 +32,10 @@ from models.names import (
     Policy,
     Weights,
     decode_axes,
+    is_matrix,
 )
 from utils.settings.errors import UserError
 from utils.settings.options import option
-
-ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,15 @@ class LoraConfig:
 
 
 def adapted_layers(model: Decoder) -> dict[str, list[int]]:
-    """Returns the matrices that get adapters, without their ".weight", and the numbers of the layers that have them.
-
-    Routers have none, experts only if the model's `adapts_experts` is set.
-    """
-    table = model.parameter_table()[LAYERS]
+    """Returns the matrices that get adapters, without their ".weight", and the numbers of the layers that have them."""
     layers = model.layers_with()
+    return {name.removesuffix(".weight"): layers[name] for name in layers if is_adapted(name, model.adapts_experts)}
 
-    def is_adapted(name: str) -> bool:
-        if EXPERT in name:
-            return model.adapts_experts
-        return len(table[name].shape) == 3 and name.endswith(".weight") and name != ROUTER
 
-    return {name.removesuffix(".weight"): layers[name] for name in filter(is_adapted, table)}
+def is_adapted(name: str, adapts_experts: bool) -> bool:
+    """True if a parameter of a layer is a matrix that gets an adapter: routers have none, experts if asked for."""
+    is_router = name.removesuffix(TRANSPOSED) == ROUTER
+    return is_matrix(name) and not is_router and (adapts_experts or EXPERT not in name)
 
 
 def adapter_table(model: Decoder, rank: int) -> LayerTable:
@@ -215,7 +211,7 @@ def quantize_layer(layer: LayerParams) -> LayerParams:
     """Returns a layer whose matrices are int8, each with its scales. Norms, routers and experts stay as they are."""
     quantized = dict(layer)
     for name, matrix in layer.items():
-        if name.endswith(f".weight{TRANSPOSED}") and matrix.ndim == 2 and not name.startswith(ROUTER):
+        if is_adapted(name, adapts_experts=False):
             quantized[name], scale = quantize(matrix, 0)
             quantized[name.removesuffix(f".weight{TRANSPOSED}") + SCALE] = scale[0]
     return quantized

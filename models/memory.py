@@ -28,6 +28,7 @@ USABLE = 0.9  # share of the memory: the rest is for fragments and compiled prog
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note
 PLENTY, ENOUGH = 16384, 4096  # packed tokens of a micro-batch: with more nothing is gained, with fewer by recomputing
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 1024, 256
+FEW_SUMS = 8  # micro-batches whose sum in bfloat16 keeps five of its eight bits of each
 MOST_SLOTS = 1024  # slots of a device: on an H100 a step of 1,024 rows took 1.5 times as long as one of 512
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and other programs share a CPU's memory
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
@@ -388,6 +389,21 @@ def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[st
     ]
 
 
+def describe_whole(model: Decoder, *layouts: Layout) -> list[str]:
+    """Returns a line for each tp of these meshes that leaves something whole, because it does not divide its number."""
+    sizes = {"attention heads": model.num_attention_heads, "key heads": model.num_key_value_heads}
+    sizes["MLP columns"] = model.moe_intermediate_size or model.intermediate_size
+    sizes["ids of the vocabulary"] = model.vocab_size
+    if model.delta:
+        sizes["heads of linear attention"] = model.delta.num_value_heads
+    lines = []
+    for tp in sorted({layout.mesh.shape["tp"] for layout in layouts}):
+        whole = [f"{size:,} {name}" for name, size in sizes.items() if size % tp]
+        if whole:
+            lines.append(f"tp={tp} does not divide {', '.join(whole)}: each of the {tp} devices computes all of them")
+    return lines
+
+
 class MemoryPlan(NamedTuple):
     """Settings chosen by the available memory, and notes printed at the start."""
 
@@ -437,7 +453,14 @@ def fit_memory(
     num_bytes = update(remat, num_tokens)
     room = sizes.sampling_room(num_bytes)
     num_rows = num_sampled_rows or min(rows_that_fit(room, model, sizes.rollout, row_length), FEW_ROWS)
-    notes = describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
+    notes = describe_whole(model, layout, sizes.rollout)
+    num_sums = -(-most_rows * row_length // num_tokens)
+    if config.grad_dtype == "bfloat16" and num_sums > FEW_SUMS:
+        notes.append(
+            f"--grad_dtype bfloat16 sums up to {num_sums} micro-batches in bfloat16, and above {FEW_SUMS} rounding may "
+            "lose what they add: raise --tokens_per_microbatch, or leave out --grad_dtype"
+        )
+    notes += describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
     return MemoryPlan(remat, num_tokens, Room(sizes.rollout, room), tuple(notes))
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 EMBED = "model.embed_tokens.weight"
@@ -16,13 +17,22 @@ ADAPTERS = "adapters"  # policy[ADAPTERS]: adapters that are trained over a base
 TEACHER = "teacher"  # policy[TEACHER]: the head of another model, [V, D], whose states are extras[TEACHER]
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
 MEMBERS = "members"  # weights[MEMBERS]: the member that each rank belongs to, if policies share a base
-FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
+ROUTER = "mlp.gate.weight"
 EXPERT = "*"  # replaces an expert's number in the name of a parameter that is stacked over experts
 
 
-def is_matrix(name: str, num_axes: int) -> bool:
-    """True if a parameter of a layer is a matrix, or one of each expert."""
-    return num_axes == 2 or EXPERT in name
+def is_matrix(name: str) -> bool:
+    """True if states are multiplied by the parameter of this name: a matrix, or one of each expert.
+
+    All others are vectors: norms, biases, decay rates, and the kernels of convolutions, one of each channel.
+    """
+    return name.removesuffix(TRANSPOSED).endswith(".weight") and "norm" not in name and "conv1d" not in name
+
+
+def dtype_of(name: str, dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype of a parameter whose matrices are cast to this one: vectors stay float32, and are cast in use.
+    """
+    return dtype if is_matrix(name) else "float32"
 
 
 def decode_axes(name: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from models.names import CRITIC, EMBED, HEAD, LAYERS, LORA_A, LORA_B, Array, Params
+from models.names import CRITIC, EMBED, HEAD, Array, Params, is_matrix
 from utils.settings.errors import UserError
 from utils.settings.options import option
 
@@ -24,14 +24,12 @@ NOUNS = {
 ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [..., out, in]
 
 
-def rate_name(path: tuple, x: Array) -> str:
+def rate_name(path: tuple, _: Array) -> str:
     """Returns the option that holds a parameter's learning rate under --optimizer muon."""
     if path[0].key == CRITIC:
         return "critic_lr"
-    name = path[0].key
-    if name == LAYERS or name.endswith((LORA_A, LORA_B)):
-        return "matrix_lr" if x.ndim >= 3 else "lr"
-    return VOCABULARY.get(name, "lr")
+    name = path[-1].key
+    return VOCABULARY.get(name, "matrix_lr" if is_matrix(name) else "lr")
 
 
 def width_factor(x: Array) -> float:
@@ -41,12 +39,8 @@ def width_factor(x: Array) -> float:
 
 def is_decayed(params: Params) -> PyTree:
     """True for parameters with weight decay: all except norms, biases and the decay rates of linear attention."""
-
-    def has_decay(path: tuple, x: Array) -> bool:
-        name = path[-1].key
-        return not any(part in name for part in ("norm", "bias", "A_log"))
-
-    return jax.tree.map_with_path(has_decay, params)
+    without = "norm", "bias", "A_log"
+    return jax.tree.map_with_path(lambda path, _: not any(part in path[-1].key for part in without), params)
 
 
 def adamw(config: "OptimizerConfig", rate_option: str = "lr") -> optax.GradientTransformation:
@@ -87,16 +81,11 @@ def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
         mu_dtype="float32",
         muon_weight_dimension_numbers=ROWS_AND_COLUMNS,
     )
-    by_width = optax.stateless(scale_by_width)
+    by_width = optax.stateless(lambda updates, _: jax.tree.map(lambda x: width_factor(x) * x, updates))
     optimizers = {"matrix_lr": matrices, "lr": adamw(config)}
     for name in VOCABULARY.values():
         optimizers[name] = optax.chain(adamw(config, name), by_width)
     return optax.partition(optimizers, lambda params: jax.tree.map_with_path(rate_name, params))
-
-
-def scale_by_width(updates: PyTree, params: PyTree) -> PyTree:
-    """Returns updates of embedding and head scaled by `width_factor`."""
-    return jax.tree.map(lambda x: width_factor(x) * x, updates)
 
 
 OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}

@@ -31,7 +31,7 @@ class Packing(NamedTuple):
     numbers: Int[Array, "B T"]  # NOWHERE also if an earlier row of the shard has the token of a shared prompt
     first_row: Int[Array, "B"]  # first row of the shard with this row's prompt
     lengths: Int[Array, "B"]  # computed tokens of a row, in the first row with its prompt or in itself
-    num_targets: Int[Array, "S"]  # tokens whose log-probability is computed
+    num_targets: Int[Array, "S"]  # of the shard that has most: loops over targets, with collectives of tp inside, agree
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +52,7 @@ def pack_rows(sizes: RowSizes, shape: MicrobatchShape, shards: int) -> Packing:
         numbers=numbers.reshape(-1, shape.width),
         first_row=first_rows.ravel(),
         lengths=np.maximum(sizes.lengths - 1, 0).astype(np.int32),  # the state of a last token has no target
-        num_targets=num_targets,
+        num_targets=np.full_like(num_targets, num_targets.max()),
     )
 
 

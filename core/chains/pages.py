@@ -42,6 +42,7 @@ from models.pages import (
     write_slots,
 )
 from utils.batching import few_widths, power_above, round_up
+from utils.devices.threads import LAUNCHING
 from utils.settings.errors import UserError
 
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
@@ -342,8 +343,9 @@ class PagedChain:
         """Samples segments until all rows are over, and returns the completions."""
         launched = None
         while not (self.is_over.all() or cancelled.is_set()):
-            self.prefill()
-            previous, launched = launched, self.launch()
+            with LAUNCHING:
+                self.prefill()
+                previous, launched = launched, self.launch()
             if not self.is_ahead:
                 previous, launched = launched, None
             if previous:

@@ -85,7 +85,7 @@ class Replies:
 
         with waiting(f"grading {len(self.problems):,} replies"):
             rewards = layout.share(own_rewards, len(self.problems), self.num_samples)
-        return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
+        return rewards, {kind: sum(layout.gather_values(count)) for kind, count in failures.items()}
 
     def records(self, completions: Completions) -> dict[str, Any]:
         """Returns the fields of Episodes that replies fill; `completions`: the first row of each rollout."""

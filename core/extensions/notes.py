@@ -7,6 +7,7 @@ from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.shaping import reward_names
 from models.architecture import Decoder
+from models.memory import describe_whole
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
 from models.speed import limits_of
@@ -24,6 +25,7 @@ def training_notes(
 
     Raises: UserError for parts of the reward and for stored rollouts that are not there.
     """
+    limits = limits_of(learner.layout, learner.model.dtype)  # by which speed/decode_roofline and update_roofline go
     notes = (
         *learner.notes,
         describe_objective(config.objective),
@@ -33,8 +35,9 @@ def training_notes(
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
+        *(describe_whole(learner.model, worker.layout) if config.ahead and worker.layout != learner.layout else ()),
         describe_stored(config, worker.tokenizer),
-        describe_limits(learner),
+        f"a device was measured: {limits.describe()}" if limits else "",
     )
     return list(filter(None, notes))
 
@@ -111,12 +114,6 @@ def describe_ahead(config: Config) -> str:
     where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
     return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
-
-
-def describe_limits(learner: Learner) -> str:
-    """Returns in one line what a device was measured to do, by which speed/decode_roofline and update_roofline go."""
-    limits = limits_of(learner.layout, learner.model.dtype)
-    return f"a device was measured: {limits.describe()}" if limits else ""
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

@@ -206,7 +206,9 @@ def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
 def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape) -> Programs:
     """Yields the programs that micro-batches of this shape need."""
     config, model = learner.config, learner.model
-    params, sums = shapes_of(state.params), sum_shapes(learner, shapes_of(state.params))
+    params, dtype = shapes_of(state.params), config.memory.grad_dtype or "float32"
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+    sums = grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
     batch, packing = zero_batch(learner, shape)
     taught = learner.with_head(state) if isinstance(learner, TaughtLearner) else learner
     of_teacher = extras_of_teacher(taught, batch) if isinstance(learner, TaughtLearner) else {}
@@ -219,7 +221,7 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
         yield outputs_program(learner, learner.policy(params), batch, packing)
     if config.objective.kl.has_reference and is_without_gradients:
         yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
-    yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
+    yield zeros, (tuple(jax.tree.leaves(params)), dtype)
     if learner.layout.num_chains(model.num_parameters) > 1:
         yield learners.add_sums, (sums, sums)
     trained = shapes_of(state.trained, DEVICE)
@@ -262,13 +264,6 @@ def saving_programs(model: Decoder, state: TrainState) -> Programs:
         yield mix_bits, (arrays,)
     if LAYERS in state.params:
         yield take_layer, (state.params[LAYERS], layer_rows(model.layers_with(), 0))
-
-
-def sum_shapes(learner: Learner, params: PyTree) -> PyTree:
-    """Returns the shapes of `zero_sums`."""
-    dtype = learner.config.memory.grad_dtype or "float32"
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
-    return grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
 
 
 def zero_batch(learner: Learner, shape: MicrobatchShape) -> tuple[Batch, Packing]:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from core.records import Batch, zero_outside_mask
 from models.lora import LORA_B, make_policy
-from models.names import Adapters, Array, Params, Policy, Weights
+from models.names import Adapters, Array, Params, Policy, Weights, dtype_of
 from utils.settings.errors import refuse
 from utils.settings.options import option
 
@@ -60,7 +60,7 @@ def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> 
     New adapters add nothing to the base, so the policy is then the base.
     """
     if not base:
-        return jax.tree.map(lambda x: x.astype(dtype, copy=True), trained)
+        return jax.tree.map_with_path(lambda path, x: x.astype(dtype_of(path[-1].key, dtype), copy=True), trained)
     if not any(x.any() for name, x in trained.items() if name.endswith(LORA_B)):
         return base
     return make_policy(base, jax.tree.map(jnp.copy, trained))

@@ -39,6 +39,7 @@ from tests.helpers import (
     depth,
     gradient_depth,
     on_layout,
+    random_tokens,
     read_jsonl,
     rounding,
     slow,
@@ -49,7 +50,14 @@ from tests.processes import start_processes, wait
 from utils.batching import MicrobatchShape, empty_rows
 from utils.devices import sharding
 from utils.devices.sharding import Layout, bytes_on_device, sharding_of, single_device
-from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
+from utils.devices.startup import (
+    DeviceConfig,
+    arrange_devices,
+    arrange_mesh,
+    ending_together,
+    make_layout,
+    mesh_sizes,
+)
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
 
@@ -384,6 +392,38 @@ def test_weights_that_are_cut_for_sampling_draw_the_same_tokens(kind):
     cases = ("fsdp=8", 8), ("fsdp=4,tp=2", 8), ("data=2,fsdp=4", 4)
     cases += (("fsdp=8", 2), ("data=2,fsdp=4", 2)) if kind != "dense" else ()
     wait(start_processes(f"{CALL}tokens_of_cut_weights({kind!r}, *{cases})", num_devices=8))
+
+
+def scores_of_any_rows(kind: str, *cases: tuple[int, str]) -> None:
+    """Asserts that meshes score rows which they do not divide as one device does, gradients too."""
+    model = KINDS[kind]
+
+    def scores(layout: Layout, num_rows: int) -> tuple[np.ndarray, dict]:
+        on_mesh = replace(model, mesh=layout.mesh)
+        tokens = layout.put(random_tokens(model.vocab_size, num_rows, 24))
+
+        def total(params: Params) -> tuple[jax.Array, jax.Array]:
+            logprobs = decoder.token_outputs(on_mesh, params, tokens).logprobs
+            return -logprobs.mean(), logprobs
+
+        gradient, logprobs = jax.jit(jax.grad(total, has_aux=True))(on_layout(layout, model))
+        return layout.fetch((logprobs, gradient))
+
+    for num_rows in (1, 3, 5):
+        expected, gradient = scores(single_device(), num_rows)
+        assert np.abs(expected).max() > 1
+        for num_devices, mesh in cases:
+            found, moved = scores(arrange_mesh(DeviceConfig(mesh=mesh), jax.devices()[:num_devices]), num_rows)
+            assert_close(found, expected, depth(model, 24), err_msg=mesh)
+            operations = gradient_depth(model, 24, num_rows * 24)
+            for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(gradient), strict=True):
+                assert_close(x, y, operations, max(1.0, np.abs(y).max()), err_msg=mesh)
+
+
+@pytest.mark.parametrize("kind", ["dense", *slow("hybrid", "experts")])
+def test_any_number_of_rows_is_scored_on_any_mesh(kind):
+    cases = (2, "fsdp=2"), (4, "data=4"), (4, "fsdp=2,tp=2")
+    wait(start_processes(f"{CALL}scores_of_any_rows({kind!r}, *{cases})", num_devices=4))
 
 
 @pytest.mark.slow

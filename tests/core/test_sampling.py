@@ -4,6 +4,7 @@ Letters: N prompts, G samples of each, V vocabulary.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache
 from threading import Barrier, Event
@@ -29,8 +30,10 @@ from tests.helpers import HYBRID, MODEL, GrowingSampler, Letters, assert_close, 
 from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
 from tests.processes import on_four_devices
 from utils.devices.compile_log import Compilations
+from utils.devices.memory import fingerprint
+from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.devices.threads import between_turns, take_turns
+from utils.devices.threads import LAUNCHING, between_turns, take_turns
 from utils.threefry import make_key
 
 LIMIT = 32  # tokens of a completion
@@ -297,6 +300,22 @@ def test_threads_take_turns_and_an_error_ends_the_others():
     assert not cancelled.is_set()
     with pytest.raises(ZeroDivisionError):
         take_turns(fail, [0, 1], cancelled)
+
+
+def test_programs_of_two_threads_are_not_launched_in_between():
+    """A sampler over pages, and the checksum of a state that it may sample from, wait while another thread launches."""
+    sampler = with_pages(Sampler(MODEL, LIMIT, (3,), layout=single_device()), 16)
+    weights = sampler.load_weights(on_layout(single_device()))
+    ids = np.array(IDS)
+    jobs = (lambda: sampler.generate(weights, PROMPTS, ids, 1, KEY).tokens.tolist()), (lambda: fingerprint(weights))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.devices.memory.host_views", lambda tree: tree)  # as on other devices than one CPU
+        expected = [job() for job in jobs]
+        with ThreadPoolExecutor(2) as pool:
+            with LAUNCHING:
+                waiting = [pool.submit(job) for job in jobs]
+                assert not wait(waiting, timeout=0.5).done
+            assert [future.result(30) for future in waiting] == expected
 
 
 FORCED_AT = 16

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from bench.common import shape
 from bench.compiled import state_shapes
@@ -21,6 +21,7 @@ from models.memory import (
     Sizes,
     choose_rollout,
     describe_rollout,
+    describe_whole,
     fit_memory,
     kv_row_bytes,
     measure_sizes,
@@ -31,6 +32,7 @@ from models.memory import (
 )
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.state import TrainState
+from tests.helpers import HYBRID, MODEL
 from utils.batching import MicrobatchShape, bucket, choose_shapes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
@@ -190,6 +192,27 @@ def test_sampling_weights_are_sharded_if_rows_have_no_room(name, num_devices, gi
     assert asked.kv_row * num_devices == kv_row_bytes(model, layout, 1536)
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes", "whole"),
+    [
+        (MODEL, (1, 2), []),
+        (MODEL, (4, 4), ["tp=4 does not divide 2 key heads: "]),
+        (replace(MODEL, vocab_size=1001), (4, 2), [
+            "tp=2 does not divide 1,001 ids of the vocabulary: ",
+            "tp=4 does not divide 2 key heads, 1,001 ids of the vocabulary: ",
+        ]),
+        (replace(HYBRID, num_experts=4, moe_intermediate_size=24), (16,), [
+            "tp=16 does not divide 4 attention heads, 2 key heads, 24 MLP columns, 200 ids of the vocabulary, "
+            "4 heads of linear attention: "
+        ]),
+    ],
+)  # fmt: skip
+def test_what_tp_does_not_divide_is_named(model, sizes, whole):
+    layouts = [Layout(AbstractMesh((1, 1, tp), MESH_AXES)) for tp in sizes]
+    found = describe_whole(model, *layouts)
+    assert [line.split(": ")[0] + ": " for line in found] == whole
+
+
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
     layout = Device(Mesh(np.array([Tpu(i) for i in range(8)], dtype=object).reshape(1, 4, 2), MESH_AXES))
     model = shape("Qwen3-0.6B", dtype="bfloat16", mesh=layout.mesh)
@@ -284,6 +307,11 @@ def test_what_does_not_fit_is_said():
     plan, _ = fit("Qwen3-8B", 80)
     assert any("--optimizer adafactor" in note for note in plan.notes)
     assert not fit("Qwen3-0.6B", 1000)[0].notes, "where there is plenty, nothing is said"
+    for num_tokens, sums in ((16384, 8), (8192, 16)):  # of 128 rows of 1,024 tokens
+        bfloat16 = {"grad_dtype": "bfloat16", "ppo_minibatch": 128, "prompt_length": 512, "num_generation_tokens": 512}
+        notes = fit("Qwen3-0.6B", 1000, tokens_per_microbatch=num_tokens, **bfloat16)[0].notes
+        assert [note for note in notes if f"sums up to {sums} micro-batches in bfloat16" in note] == list(notes)
+        assert len(notes) == (sums > 8)
 
 
 def test_optimizers_and_dtypes_count():

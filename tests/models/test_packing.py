@@ -73,6 +73,8 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, sk
                 prefixes |= {(shard, prompt, column) for column in range(part.prompt_lengths[row] - 1)}
         expected = len(prefixes) + int((part.lengths - part.prompt_lengths).sum())
         assert packing.num_tokens == expected <= packing.indices.size == shards * shape.num_packed
+        num_targets = part.is_target[:, 1:].reshape(shards, -1).sum(axis=1)
+        assert (packing.num_targets == num_targets.max()).all(), "shards take equally many turns"
         num_packed += expected
     shared_prompts = (sizes.prompt_lengths - 1).sum() / GROUP_SIZE
     num_prompt_tokens = num_packed - (sizes.lengths - sizes.prompt_lengths).sum()

@@ -142,21 +142,35 @@ def test_products_of_a_float32_model_are_float32(backend, dtype, before, expecte
 VMEM = "--xla_tpu_scoped_vmem_limit_kib=1"
 
 
+LIMIT_OPTION, COPY_OPTION = runtime.TPU_OPTIONS
+NAMES = b"\0xla_tpu_scoped_vmem_limit_kib\0", b"\0xla_tpu_msa_inefficient_use_to_copy_ratio\0"
+
+
 @pytest.mark.parametrize(
-    ("version", "given", "expected"),
+    ("names", "given", "expected", "missing"),
     [
-        ("0.0.42.1", "", " ".join(runtime.TPU_OPTIONS)),
-        ("0.0.42.1", VMEM, f"{runtime.TPU_OPTIONS[1]} {VMEM}"),
-        ("0.0.43", "", ""),
+        (NAMES, "", f"{LIMIT_OPTION} {COPY_OPTION}", []),
+        (NAMES, VMEM, f"{COPY_OPTION} {VMEM}", []),
+        (NAMES[1:], "", COPY_OPTION, [LIMIT_OPTION]),
+        (NAMES[1:] + (NAMES[0][:-1] + b"_v2\0",), "", COPY_OPTION, [LIMIT_OPTION]),
     ],
 )
-def test_a_tpu_gets_the_options_that_its_compiler_knows(version, given, expected, monkeypatch):
-    # A release of libtpu, with the user's own arguments.
-    monkeypatch.setattr(runtime.importlib.metadata, "version", lambda name: version)
+def test_a_tpu_gets_the_options_that_its_compiler_knows(
+    names, given, expected, missing, tmp_path, monkeypatch, capsys
+):
+    """By their names in the library, of whatever release; an option that it lacks is named."""
+    (tmp_path / "libtpu.so").write_bytes(b"\x7fELF" + b"".join(names))
+    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    # A machine with this library.
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: package if name == "libtpu" else None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-    for _ in range(2):
-        runtime.set_tpu_options()
-        assert os.environ["LIBTPU_INIT_ARGS"] == expected
+    runtime.set_tpu_options()
+    assert os.environ["LIBTPU_INIT_ARGS"] == expected
+    warned = capsys.readouterr().err.splitlines()
+    assert [next(option for option in runtime.TPU_OPTIONS if option in line) for line in warned] == missing
+    runtime.set_tpu_options()
+    assert os.environ["LIBTPU_INIT_ARGS"] == expected
 
 
 def train(folder: str, process_id: int, ending: str) -> None:

@@ -76,11 +76,7 @@ class Compiler:
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Returns shapes that are laid out on devices."""
-
-    def lay_out(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(lay_out, shapes, shardings)
+    return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
 
 
 def shapes_of(tree: PyTree, memory_kind: str = "") -> PyTree:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import PyTree, UInt
 
+from utils.devices.threads import LAUNCHING
 from utils.settings.errors import UserError
 
 DEVICE, HOST = "device", "pinned_host"  # as JAX names them
@@ -62,7 +63,8 @@ def fingerprint(state: PyTree) -> list[UInt[jax.Array | np.ndarray, ""]]:
     arrays = jax.tree.leaves(host_views(in_memory(DEVICE, state, keep=True)))
     if all(isinstance(x, np.ndarray) for x in arrays):
         return [mix_on_host(x) for x in arrays]
-    return [number for arrays in by_mesh(map(jnp.asarray, arrays)) for number in mix_bits(arrays)]
+    with LAUNCHING:  # a thread may sample from weights in the state
+        return [number for arrays in by_mesh(map(jnp.asarray, arrays)) for number in mix_bits(arrays)]
 
 
 def by_mesh(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> list[list[jax.Array | jax.ShapeDtypeStruct]]:

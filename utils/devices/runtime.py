@@ -4,8 +4,8 @@ import contextlib
 import ctypes
 import functools
 import glob
-import importlib.metadata
 import importlib.util
+import mmap
 import os
 import resource
 import sys
@@ -22,7 +22,6 @@ ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # i
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 SMALL = 1 << 24  # bytes of a model whose temporaries take less than the 64 MiB that any arena of malloc can keep
 NUM_ARENAS = 16  # of a SMALL model, at most: enough that no two threads that compile share one
-LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an unknown option
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 CPU_OPTIONS = ("--xla_backend_optimization_level=1",)  # of LLVM: programs are as fast, and compile a tenth faster
 
@@ -64,14 +63,16 @@ def set_tpu_options() -> None:
     """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps only arrays there that are read more than copied.
 
     Without the second one, on v5e, each decode step brings the KV cache of a layer to VMEM, adds a token, and writes
-    all of it back.
+    all of it back. An option that the installed library does not know would end the process: it is named instead.
     """
-    try:
-        is_known = importlib.metadata.version("libtpu").startswith(LIBTPU)
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if is_known:
-        add_options("LIBTPU_INIT_ARGS", TPU_OPTIONS)
+    package = importlib.util.find_spec("libtpu")
+    library = os.environ.get("TPU_LIBRARY_PATH") or package and Path(package.origin).with_name("libtpu.so")
+    if library and os.path.isfile(library):
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            known = [option for option in TPU_OPTIONS if code.find(f"{option[2:].split('=')[0]}\0".encode()) >= 0]
+        add_options("LIBTPU_INIT_ARGS", known)
+        for option in set(TPU_OPTIONS) - set(known):
+            print(f"warning: {library} does not know {option}, so sampling may take longer", file=sys.stderr)
 
 
 def add_options(variable: str, options: Sequence[str]) -> None:

@@ -153,14 +153,13 @@ class Layout:
         return jax.tree.map(move, tree)
 
     def put(self, tree: PyTree) -> PyTree:
-        """Returns host arrays, equal on all processes, as device arrays sharded by rows (scalars are replicated)."""
-        return jax.tree.map(self.put_array, tree)
+        """Returns host arrays, equal on all processes, as device arrays: by rows if these divide, otherwise whole."""
 
-    def put_array(self, x: ArrayLike) -> jax.Array:
-        """Returns a host array as a device array sharded by rows, a scalar replicated."""
-        x = np.asarray(x)
-        sharding = self.rows if x.ndim else self.replicated
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        def put_array(x: ArrayLike) -> jax.Array:
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, self.sharding(x.shape, ("rows",)), lambda index: x[index])
+
+        return jax.tree.map(put_array, tree)
 
     def fetch(self, tree: PyTree) -> PyTree:
         """Returns device arrays as whole host arrays, on every process."""
@@ -169,8 +168,8 @@ class Layout:
         return jax.tree.map(self.fetch_array, tree)
 
     def fetch_array(self, x: ArrayLike) -> np.ndarray:
-        """Returns an array as a whole host array, on every process."""
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        """Returns an array as a whole host array, on every process; by a program only if no device holds it whole."""
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             return multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
 
@@ -197,10 +196,6 @@ class Layout:
     def gather_values(self, value: JSON) -> list[JSON]:
         """Returns the values of all processes, in their order."""
         return self.share(lambda _: [value], jax.process_count())
-
-    def sum_over_processes(self, value: int) -> int:
-        """Returns the sum of the processes' numbers."""
-        return sum(self.gather_values(value))
 
     def broadcast(self, value: str) -> str:
         """Returns the text of process 0, on every process."""
@@ -230,32 +225,34 @@ def on_each(
 
     f calls `gather` when it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
     summed. For TPU it sends pieces of weights around and keeps running sums of their products in bfloat16. The gradient
-    of the head was summed whole on every device.
+    of the head was summed whole on every device. Rows that do not divide are filled up with zeros.
 
     `table`: shapes and logical axes of the weights; None: they are whole. What concerns `tp` is left to XLA.
     """
-    if mesh is None or num_shards(mesh, "rows") == 1:
+    shards = 1 if mesh is None else num_shards(mesh, "rows")
+    if shards == 1:
         return f(weights, rows)
-    by_rows = PartitionSpec(ROWS)
-    mapped = jax.shard_map(
-        f,
-        mesh=mesh,
-        in_specs=(cut_by_fsdp(mesh, table), by_rows),
-        out_specs=by_rows,
-        axis_names=set(ROWS),
-        check_vma=False,
-    )
-    return mapped(weights, rows)
 
-
-def cut_by_fsdp(mesh: Mesh | AbstractMesh, table: PyTree) -> PyTree:
-    """Returns how fsdp cuts the arrays of a table of shapes and logical axes."""
+    def fill_up(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, -len(x) % shards), *[(0, 0)] * (x.ndim - 1)]) if len(x) % shards else x
 
     def cut(spec: tuple[tuple[int, ...], tuple[str | None, ...]]) -> PartitionSpec:
         names = sharding_of(mesh, *spec).spec
         return PartitionSpec(*(name if name == "fsdp" else None for name in names))
 
-    return PartitionSpec() if table is None else jax.tree.map(cut, table, is_leaf=lambda x: isinstance(x, tuple))
+    cuts = PartitionSpec() if table is None else jax.tree.map(cut, table, is_leaf=lambda x: isinstance(x, tuple))
+    num_rows = len(jax.tree.leaves(rows)[0])
+    by_rows = PartitionSpec(ROWS)
+    mapped = jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=(cuts, by_rows),
+        out_specs=by_rows,
+        axis_names=set(ROWS),
+        check_vma=False,
+    )
+    found = mapped(weights, jax.tree.map(fill_up, rows))
+    return jax.tree.map(lambda x: x[:num_rows], found) if num_rows % shards else found
 
 
 def is_on_each() -> bool:
@@ -324,20 +321,14 @@ def on_devices(mesh: Mesh, f: Callable[..., PyTree], in_specs: PyTree, out_specs
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     """Returns the number of shards of a logical axis."""
-    names = LOGICAL_TO_MESH[axis] if axis else None
-    if names is None:
-        return 1
-    if isinstance(names, str):
-        return mesh.shape[names]
-    return math.prod(mesh.shape[name] for name in names)
+    names = LOGICAL_TO_MESH.get(axis) or ()
+    return math.prod(mesh.shape[name] for name in ([names] if isinstance(names, str) else names))
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """Returns the sharding of an array with these logical axes; a dimension that does not divide stays whole."""
-    names = []
-    for axis, size in zip(axes, shape, strict=False):
-        is_divisible = size % num_shards(mesh, axis) == 0
-        names.append(LOGICAL_TO_MESH[axis] if axis and is_divisible else None)
+    sizes = zip(axes, shape, strict=False)
+    names = [None if size % num_shards(mesh, axis) else LOGICAL_TO_MESH.get(axis) for axis, size in sizes]
     return NamedSharding(mesh, PartitionSpec(*names))
 
 

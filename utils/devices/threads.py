@@ -1,16 +1,19 @@
-"""Threads in which small models are computed on a CPU, since a product is too small for several cores.
+"""Threads that launch programs: those in which small models are computed on a CPU, and those beside a sampler.
 
-`Layout.num_chains` is their number.
+`Layout.num_chains` is the number of the first: a product is too small for several cores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event, Lock, local
+from threading import Event, Lock, RLock, local
 from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+# Held while a sampler, or a thread beside it, launches programs: they begin in the same order on all devices. Programs
+# whose collectives begin in another order on each device would wait for one another forever.
+LAUNCHING = RLock()
 THREAD = local()  # .turn: the lock that this thread holds while it works on the host; see `take_turns`
 
 

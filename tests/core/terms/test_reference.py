@@ -1,14 +1,20 @@
 """--kl_every: k3 of the stored rows in float64, without a second copy below adapters, and resumed to the bit."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from core import grpo
 from core.records import Batch
-from core.terms.reference import KLConfig, sampled_kl
-from tests.helpers import slow, train_here
+from core.terms.reference import KLConfig, copy_policy, sampled_kl
+from models.checkpoint import load_model
+from tests.helpers import ROOT, slow, train_here
 from tests.kill_runs import FLAGS, checksum, records
+from tests.learning import make_learner, random_batch
 from tests.oracles.stored import stored_logprobs
+from utils.devices.sharding import single_device
 from utils.settings.errors import UserError
 
 STEPS = 4
@@ -76,6 +82,22 @@ def test_the_estimate_is_of_the_tokens_that_the_policy_sampled():
     assert found == pytest.approx(sum(terms) / len(terms), rel=1e-6)
     batch.mask[:] = False
     assert sampled_kl(batch, np.float32(reference)) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-tied", *slow("qwen2-tied", "qwen3moe-tied")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_has_no_kl_from_its_copies_before_an_update(name, dtype):
+    """From the reference, and from a teacher of the same file, whose matrices are held in the dtype of products."""
+    folder = ROOT / "tests" / "fixtures" / name
+    model, params, _ = load_model(folder, single_device(), dtype=dtype)
+    _, teacher, _ = load_model(folder, single_device(), dtype=dtype, param_dtype=dtype)
+    batch = random_batch()
+    batch = replace(batch, tokens=batch.tokens % model.vocab_size)
+    for copy in (copy_policy({}, params, dtype), teacher):
+        learner = replace(make_learner(kl_coef=0.1), model=model, reference=copy)
+        _, found = learner.add_logprobs(SimpleNamespace(params=params), batch)
+        assert np.ptp(found.old_logprobs[found.mask]) > 1
+        np.testing.assert_array_equal(found.ref_logprobs, found.old_logprobs)
 
 
 @pytest.mark.parametrize(
