@@ -189,6 +189,11 @@ def test_there_is_no_valid_split_without_room(name, message):
         ("2*(3+4)", "2*3+4", False),
         ("5!", "5", False),
         ("?!", "...", False),
+        ("Use 1 23 4", "Use 12 3 4", False),
+        ("Solve x^{2}3 = 4", "Solve x^{23} = 4", False),
+        ("Reverse 'a b'", "Reverse 'ab'", False),
+        ("Add 3.\n4 more", "Add 3.4 more", False),
+        (r"Expand \left( 2x_{1} \cdot 3 \right)", r"expand (2 x_1\cdot{3}).", True),
     ],
 )
 def test_problems_are_compared_whatever_their_spelling(one, other, same):
