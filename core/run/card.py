@@ -150,7 +150,8 @@ class ModelCard:
 def both_ends(run: Curves, name: str) -> list[str]:
     """Returns the first and the last value of a metric as text, with their steps."""
     steps, _ = run[name]
-    return [f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1)]
+    first, last = (f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1))
+    return [first, last if len(steps) > 1 else "not evaluated again"]
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:

@@ -92,6 +92,8 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     correct = ["12.3% [10.0%, 15.0%] (step 0)", "75.0% [70.0%, 80.0%] (step 20)"]
     assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
     assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
+    once = {name: (steps[:1], column[:1]) for name, (steps, column) in run.items()}
+    assert "-1 [-1.25, -0.75] (step 0) | not evaluated again |" in card_of(**HELD_OUT).render(Progress(3), once)
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
 
 
