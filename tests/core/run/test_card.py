@@ -34,9 +34,10 @@ def blocks(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("model_dir", "base_model"), [("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), ("models/tiny", None)])
-def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model):
-    data = HubCard(card_of(model_dir=model_dir).render(Progress(3), {})).data
-    assert (data.base_model, data.library_name, data.pipeline_tag) == (base_model, "transformers", "text-generation")
+@pytest.mark.parametrize(("lora_rank", "library"), [(0, "transformers"), (8, "peft")])
+def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model, lora_rank, library):
+    data = HubCard(card_of(model_dir=model_dir, lora_rank=lora_rank).render(Progress(3), {})).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == (base_model, library, "text-generation")
     assert data.tags == ["grpo", "reinforcement-learning", "lmpo"]
 
 
