@@ -24,6 +24,7 @@ def training_notes(
 
     Raises: UserError for parts of the reward and for stored rollouts that are not there.
     """
+    limits = limits_of(learner.layout, learner.model.dtype)
     notes = (
         *learner.notes,
         describe_objective(config.objective),
@@ -34,7 +35,7 @@ def training_notes(
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
         describe_stored(config, worker.tokenizer),
-        describe_limits(learner),
+        f"a device was measured: {limits.describe()}" if limits else "",  # speed/decode_roofline is a share of it
     )
     return list(filter(None, notes))
 
@@ -111,12 +112,6 @@ def describe_ahead(config: Config) -> str:
     where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
     return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
-
-
-def describe_limits(learner: Learner) -> str:
-    """Returns in one line what a device was measured to do, by which speed/decode_roofline and update_roofline go."""
-    limits = limits_of(learner.layout, learner.model.dtype)
-    return f"a device was measured: {limits.describe()}" if limits else ""
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

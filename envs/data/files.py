@@ -25,8 +25,6 @@ RawRow = dict[str, JSON]  # values of a row, by column
 
 READ = "write its rows as JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
 MAX_ROW_BYTES = 1 << 22  # limit of a line, and of a CSV field that spans several lines
-MAX_EXPANSION = 100  # bytes for each byte of a compressed file: text has 3 to 20, and gzip can reach 1,032 ...
-MIN_EXPANDED = 1 << 24  # ... and as much in any case
 BATCH = 256  # rows of Parquet that are decoded at once
 MAX_JSON = 1 << 28  # bytes of a file that holds one value, since it is read at once
 NUM_START = 1 << 12  # bytes by which formats are recognized
@@ -54,14 +52,19 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
     Raises: UserError if the file, or the rest of it, cannot be read; OSError.
     """
-    is_compressed = begins_with(path, GZIP)
-    if is_compressed:
-        check_compressed(path)
+    try:
+        yield from read_rows(path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the rows of a file as its first bytes show them to be written."""
     with open_file(path) as file:
         start = file.read(NUM_START)
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(PARQUET):
-        if is_compressed:
+        if begins_with(path, GZIP):
             raise UserError(f"{path} is a Parquet file that is compressed by gzip: unpack it by `gunzip`")
         yield from read_parquet(path)
         return
@@ -90,22 +93,6 @@ def looks_like_json(path: Path) -> bool:
     if not is_named_csv and not any(sign in first for sign in (b",", b";", b"\t")):
         raise UserError(f"{path} begins with {first[:40]!r}, which is neither JSON nor a line of names: {READ}")
     return False
-
-
-def check_compressed(path: Path) -> None:
-    """Raises UserError for a gzip file that is damaged, incomplete, or a bomb. Nothing of it is kept in memory."""
-    most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
-    try:
-        with gzip.open(path) as file:
-            while block := file.read(1 << 20):
-                size += len(block)
-                if size > most:
-                    raise UserError(
-                        f"{path} expands to more than {most:,} bytes, more than rows compress: write its rows without "
-                        "compression"
-                    )
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
 
 
 def open_file(path: Path) -> BinaryIO:

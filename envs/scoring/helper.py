@@ -131,19 +131,10 @@ def outcome_from_json(values: JSONOutcome) -> Outcome | Outcomes:
     kind, *fields = values
     if kind == "list":
         return [outcome_from_json(each) for each in fields]
-    return {"dict": checked_return, "Step": read_step, "Failure": read_failure}[kind](*fields)
-
-
-def read_step(*fields: object) -> Step:
-    """Returns a step of a worker's message. Raises: TypeError or ValueError for anything else."""
-    return checked_step(Step(*fields))
-
-
-def read_failure(kind: str, reason: str, remedy: str = "") -> Failure:
-    """Returns a failure of a worker's message. Raises: ValueError for an unknown kind."""
-    if kind not in FAILURES:
-        raise ValueError(f"{kind!r:.100} is no kind of failure")
-    return Failure(kind, str(reason), str(remedy))
+    if kind == "Failure":
+        name, *texts = fields
+        return Failure(FAILURES[FAILURES.index(name)], *map(str, texts))  # ValueError for another name
+    return {"dict": checked_return, "Step": lambda *x: checked_step(Step(*x))}[kind](*fields)
 
 
 def job_size(job: Job) -> int:

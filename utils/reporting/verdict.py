@@ -135,10 +135,8 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
 
 def points_of(run: Curves, name: str, scores: TaskScores) -> list[Point]:
     """Returns the points of a metric, by evaluations or by blocks of steps."""
-    return held_out_points(run, name, scores) if is_held_out(name) else training_points(run, name)
-
-
-def held_out_points(run: Curves, name: str, scores: TaskScores) -> list[Point]:
+    if not is_held_out(name):
+        return training_points(run, name)
     ends = intervals(run, name)
     points = []
     for step, x in zip(*run[name], strict=True):
