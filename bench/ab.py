@@ -232,6 +232,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sides = [Side([*both, *shlex.split(text)], root / folder_name(text)) for text in (options.a, options.b)]
         for side in sides:  # a mistake in an option of either side is found before the first run
             parse(Config, side.arguments(0), spellings=LMPO, implied=settings_of_model)
+        fewest = FEWEST_SEEDS * (2 if sides[0].folder == sides[1].folder else 1)
+        if options.seeds < fewest:
+            raise UserError(f"--seeds {options.seeds} is too few for an interval: give {fewest} or more")
         found = [[side.run(seed, options.metric) for side in sides] for seed in range(options.seeds)]
         folders = list(zip(*found, strict=True))
     a, b = (read_scores(side, options.metric) for side in folders)

@@ -32,7 +32,7 @@ from envs.guess import Guess
 from models.checkpoint import load_model
 from models.decoder import logits
 from models.tokenizer import Tokenizer
-from utils.evaluation.estimates import paired_bootstrap
+from utils.evaluation.estimates import paired_difference
 
 A, TURNS = 100, 4  # numbers, each one token
 ENV = Guess(prompt="bare", max_size=15, max_turns=TURNS)
@@ -252,7 +252,7 @@ def main() -> None:
             squares = bias, error - bias, np.median(columns[2])  # a mean would be that of a problem without a gradient
             row = [name, *(f"{max(0, square) ** 0.5:.3f}" for square in squares)]
             for i in (1, 3, 4):
-                pair = paired_bootstrap(reference[i], columns[i])
+                pair = paired_difference(reference[i], columns[i])
                 more = "" if name in ("group mean", "leave-one-out") else f" [{pair['low']:+.3f}, {pair['high']:+.3f}]"
                 row.append(f"{columns[i].mean():.3f}{more}")
             rows.append([*row, f"{games:.2f}"])

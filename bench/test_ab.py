@@ -150,6 +150,14 @@ def test_failed_run_ends_the_command(tmp_path, monkeypatch):
         ab.Side(["--env_name", "countdown"], tmp_path).run(0, METRIC)
 
 
+@pytest.mark.parametrize(("b", "seeds", "fewest"), [("--lr 1", 2, 3), ("", 5, 6)])
+def test_too_few_seeds_are_refused_before_a_run(b, seeds, fewest, tmp_path):
+    argv = ["--a", "", "--b", b, "--seeds", str(seeds), "--dir", str(tmp_path), "--env_name", "countdown"]
+    with pytest.raises(UserError, match=f"--seeds {seeds} is too few for an interval: give {fewest} or more"):
+        ab.main(argv)
+    assert not any(tmp_path.iterdir())
+
+
 def test_bad_input_is_refused(tmp_path):
     store_run(tmp_path / "a", 0, 0.5)
     for argv, words in (

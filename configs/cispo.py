@@ -12,4 +12,5 @@ def get_config():
         "loss_normalization": "token_mean",
         "clip_epsilon": 1.0,
         "clip_epsilon_high": 4.0,
+        "entropy_coef": 0.0,
     }

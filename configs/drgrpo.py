@@ -14,4 +14,5 @@ def get_config():
         "loss_normalization": "constant",
         "clip_epsilon": 0.2,
         "clip_epsilon_high": -1.0,
+        "entropy_coef": 0.0,
     }

@@ -1,4 +1,4 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300): the default of every setting, spelled out.
+"""GRPO (DeepSeekMath, arXiv 2402.03300): the default of every setting but the entropy bonus, spelled out.
 
 Each completion is compared with its group, A = (r - mean) / std. The paper averages over sequences and adds a KL
 (k3) to the reference; here, as in most of today's runs, tokens are averaged and there is no KL
@@ -14,4 +14,5 @@ def get_config():
         "loss_normalization": "token_mean",
         "clip_epsilon": 0.2,
         "clip_epsilon_high": -1.0,
+        "entropy_coef": 0.0,
     }

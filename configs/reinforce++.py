@@ -15,4 +15,5 @@ def get_config():
         "clip_epsilon_high": -1.0,
         "kl_coef": 0.001,
         "kl_in": "reward",
+        "entropy_coef": 0.0,
     }

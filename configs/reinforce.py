@@ -11,4 +11,5 @@ def get_config():
         "advantage": "reinforce",
         "objective": "reinforce",
         "loss_normalization": "token_mean",
+        "entropy_coef": 0.0,
     }

@@ -13,4 +13,5 @@ def get_config():
         "loss_normalization": "token_mean",
         "clip_epsilon": 0.2,
         "clip_epsilon_high": -1.0,
+        "entropy_coef": 0.0,
     }

@@ -10,4 +10,5 @@ def get_config():
         "advantage": "group_zscore",
         "objective": "sapo",
         "loss_normalization": "sequence_mean",
+        "entropy_coef": 0.0,
     }

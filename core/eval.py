@@ -267,7 +267,7 @@ def training_note(folder: Path, env: EnvConfig) -> str:
     options = trained.get("env_options", "")
     if is_other_env or options == env.env_options:
         return ""
-    return f"{folder.parent} was trained with --env_options {options!r}: other problems or prompts than these"
+    return f"{folder.parent} was trained with --env_options {options!r}, which differ from those of this evaluation"
 
 
 def main(config: EvalCommand) -> None:

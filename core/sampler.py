@@ -316,6 +316,7 @@ class Chain:
         self.prompts, self.keys, self.num_columns, self.row_offset = job
         self.drawn = Drawn(sampler, self.prompts, len(self.keys))
         self.last_tokens = self.drawn.first_tokens
+        self.forced = np.full_like(self.drawn.tokens, -1)  # tokens to write instead of sampled ones; -1: none
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
         self.starts = np.int32([self.num_columns + 1 - len(prompt) for prompt in self.prompts])
         sizes = sampler.block_sizes or sizes_of(sampler.model)
@@ -376,13 +377,13 @@ class Chain:
 
     def forced_tokens(self, rows: Int[np.ndarray, "S"], start: int) -> Int[np.ndarray, "S s"]:
         """Returns the tokens to write instead of sampled ones, in columns of the longest segment; -1 for none."""
-        sampler = self.sampler
-        forced = np.full((len(rows), max(sampler.segments())), -1, np.int32)
+        sampler, width, rows = self.sampler, max(self.sampler.segments()), np.maximum(rows, 0)
         if start == sampler.max_new_tokens - sampler.force_answer_at:
-            for slot in np.flatnonzero(rows >= 0):
-                answer = sampler.forced_answer(self.drawn.tokens[rows[slot], :start])[: forced.shape[1]]
-                forced[slot, : len(answer)] = answer
-        return forced
+            for row in set(rows.tolist()):
+                answer = sampler.forced_answer(self.drawn.tokens[row, :start])[: sampler.force_answer_at]
+                self.forced[row, start : start + len(answer)] = answer
+        forced = self.forced[rows, start : start + width]
+        return np.pad(forced, ((0, 0), (0, width - forced.shape[1])), constant_values=-1)
 
     def prefill(self) -> list[CachedRow]:
         """Computes the caches of prompts, without their last tokens, which the first decode step reads.

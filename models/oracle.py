@@ -5,6 +5,7 @@ A run joins the ids of prompts, sampled replies and the messages between them. T
 does not show. And the template may leave thinking out of earlier replies.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from models.conversations import THINK, THINK_END, Conversation, differs_by_thinking, encode_conversation, thinks
@@ -62,17 +63,17 @@ def check_prompt(
 
 
 def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]], train_on: str) -> list[str]:
-    """Compares the first rows of SFT, and the first ones with several replies and with tools: see `check_prompt`.
+    """Compares the first rows of SFT of each kind, by what chat templates treat differently: see `check_prompt`.
 
     Stored rollouts are token ids already, and are not compared.
     """
     rows = [row for row in rows if not getattr(row, "encoded", None)]
-    kinds = (
-        lambda row: True,
-        lambda row: [message["role"] for message in row].count(REPLY) > 1,
-        lambda row: bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row),
-    )
-    numbers = {i for is_kind in kinds for i in [i for i, row in enumerate(rows) if is_kind(row)][:NUM_ROWS]}
+    kinds = defaultdict(list)
+    for i, row in enumerate(rows):
+        *earlier, last = [message for message in row if message["role"] == REPLY]
+        has_tools = bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row)
+        kinds[bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)].append(i)
+    numbers = [i for found in kinds.values() for i in found[:NUM_ROWS]]
     notes = []
     for i in sorted(numbers) if tokenizer.has_template else ():
         row = encode_conversation(tokenizer, rows[i], train_on, getattr(rows[i], "tools", ()))

@@ -1,7 +1,6 @@
 """An environment whose reward does what the reply says; for tests/envs/test_scoring.py."""
 
 import asyncio
-import gc
 import itertools
 import mmap
 import os
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from envs.base import Env, Episode, Problem, Step
-from envs.scoring.helper import PROGRESS
 
 MEMORY = 100 * 2**20  # bytes
+OUTCOMES = b"[0]\n" + b"".join(b'[%d, ["dict", {"return": 1}]]\n' % i for i in range(40))  # as a worker sends them
 
 
 class Mute(Exception):
@@ -42,8 +41,8 @@ class Hostile(Env):
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         name, _, rest = text.partition(" ")
-        if name in ("pickle", "place"):
-            WITH_ARGUMENTS[name](rest)
+        if name == "pickle":
+            pretend(pickle.dumps(Payload(rest)) + b"\n")
         if text == "print":
             speak(problem.answer)
         found = WAYS[text]() if text in WAYS else None
@@ -139,14 +138,6 @@ def pretend(message: bytes) -> None:
     time.sleep(1000)
 
 
-def lie_about_progress(seconds: float, place: float) -> None:
-    """Writes another time and place into the memory that tells what the worker is at, and does not return."""
-    for found in gc.get_objects():
-        if isinstance(found, mmap.mmap) and len(found) == PROGRESS.size:
-            PROGRESS.pack_into(found, 0, seconds, int(place))
-    time.sleep(1000)
-
-
 def fill(size: int) -> None:
     """Holds so many bytes of shared memory, which no limit of the kernel on a process counts."""
     memory = mmap.mmap(-1, size)
@@ -186,14 +177,13 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "long name": lambda: {"return": 1.0, "x" * 10**6: 1.0},
     "no outcomes": lambda: pretend(b"[[0], 1]\n"),
     "too many outcomes": lambda: pretend(b"[0, " + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n"),
+    "an outcome": lambda: write_to_sockets(OUTCOMES),
+    "an outcome and exit": lambda: write_to_sockets(OUTCOMES) or os._exit(0),
+    "an outcome and hang": lambda: pretend(OUTCOMES),
     "half a message": lambda: write_to_sockets(b"[0, "),
     "half a message and hang": lambda: pretend(b"[0, "),
     "messages without end": send_without_end,
     "slow": lambda: time.sleep(0.3),
-}
-WITH_ARGUMENTS: dict[str, Callable[[str], None]] = {
-    "pickle": lambda path: pretend(pickle.dumps(Payload(path)) + b"\n"),
-    "place": lambda words: lie_about_progress(*map(float, words.split())),
 }
 
 

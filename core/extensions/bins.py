@@ -41,13 +41,21 @@ class TaskBins:
         tasks, starts = np.empty_like(bins), starts.astype(int)
         for number, own in enumerate(self.tasks.values()):
             is_own = bins == number
-            size, count = len(own), is_own.sum()
-            if starts[number] % size + count > size:  # a new order, so that no task comes twice in the step
-                starts[number] += -starts[number] % size
-            epoch, offset = divmod(starts[number], size)
-            order = np.random.default_rng((self.seed, epoch)).permutation(size)
-            tasks[is_own] = own[order[offset : offset + count]]
+            epoch, offset = divmod(starts[number], len(own))
+            order = np.concatenate([self.order(own, epoch), self.order(own, epoch + 1)])
+            tasks[is_own] = order[offset : offset + is_own.sum()]
         return ChosenTasks(self, progress, weights, bins, tasks, starts)
+
+    def order(self, own: Int[np.ndarray, "n"], epoch: int) -> Int[np.ndarray, "n"]:
+        """Returns the tasks of a bin in the random order of an epoch.
+
+        Tasks change places only within parts of n - `max_groups` + 1, so a task comes again after `max_groups` - 1
+        others or more: never twice in a step, even one that begins a new epoch.
+        """
+        width = len(own) - self.max_groups + 1
+        all_epochs = np.random.default_rng((self.seed, 0, STREAM)).permutation(own)
+        rng = np.random.default_rng((self.seed, epoch))
+        return np.concatenate([rng.permutation(all_epochs[i : i + width]) for i in range(0, len(own), width)])
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ class ModelCard:
     def metadata(self) -> dict[str, JSON]:
         """Returns the front matter, as the hub defines it; a base in a local folder has the name on its card."""
         _, tags = METHODS[self.script]
-        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(tags)}
+        library = "peft" if self.settings.get("lora_rank") else "transformers"
+        metadata = {"library_name": library, "pipeline_tag": "text-generation", "tags": list(tags)}
         base_model = str(self.settings["model_dir"])
         is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
         base = {"base_model": base_model} if is_hub_id else {}
@@ -150,7 +151,8 @@ class ModelCard:
 def both_ends(run: Curves, name: str) -> list[str]:
     """Returns the first and the last value of a metric as text, with their steps."""
     steps, _ = run[name]
-    return [f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1)]
+    first, last = (f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1))
+    return [first, last if len(steps) > 1 else "not evaluated again"]
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:

@@ -501,7 +501,7 @@ class Run:
         `are_all`: no other is needed, so that a later step warns of each that it compiles.
         """
         clock = time.perf_counter()
-        with waiting("compiling"):
+        with waiting("programs"):
             notes = Compiler(lists).wait()
         self.print(*notes)
         self.compilations.are_all_known = are_all and not notes

@@ -5,12 +5,8 @@ import contextlib
 import csv
 import gzip
 import json
-import os
 import re
-import resource
 import shlex
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -29,13 +25,7 @@ RawRow = dict[str, JSON]  # values of a row, by column
 
 READ = "write its rows as JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
 MAX_ROW_BYTES = 1 << 22  # limit of a line, and of a CSV field that spans several lines
-MAX_EXPANSION = 100  # bytes for each byte of a compressed file: text has 3 to 20, and gzip can reach 1,032 ...
-MIN_EXPANDED = 1 << 24  # ... and as much in any case
 BATCH = 256  # rows of Parquet that are decoded at once
-DECODED = 1 << 30  # bytes that such a batch may take
-DECODING = 10  # CPU seconds for a file of Parquet, and one for each 10 MB
-PROCESS = "import sys; sys.path[0] = sys.argv[1]; from envs.data.files import try_parquet; try_parquet(sys.argv[2])"
-ROOT = Path(__file__).resolve().parents[2]
 MAX_JSON = 1 << 28  # bytes of a file that holds one value, since it is read at once
 NUM_START = 1 << 12  # bytes by which formats are recognized
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
@@ -62,14 +52,19 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
     Raises: UserError if the file, or the rest of it, cannot be read; OSError.
     """
-    is_compressed = begins_with(path, GZIP)
-    if is_compressed:
-        check_compressed(path)
+    try:
+        yield from read_rows(path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the rows of a file as its first bytes show them to be written."""
     with open_file(path) as file:
         start = file.read(NUM_START)
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(PARQUET):
-        if is_compressed:
+        if begins_with(path, GZIP):
             raise UserError(f"{path} is a Parquet file that is compressed by gzip: unpack it by `gunzip`")
         yield from read_parquet(path)
         return
@@ -98,22 +93,6 @@ def looks_like_json(path: Path) -> bool:
     if not is_named_csv and not any(sign in first for sign in (b",", b";", b"\t")):
         raise UserError(f"{path} begins with {first[:40]!r}, which is neither JSON nor a line of names: {READ}")
     return False
-
-
-def check_compressed(path: Path) -> None:
-    """Raises UserError for a gzip file that is damaged, incomplete, or a bomb. Nothing of it is kept in memory."""
-    most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
-    try:
-        with gzip.open(path) as file:
-            while block := file.read(1 << 20):
-                size += len(block)
-                if size > most:
-                    raise UserError(
-                        f"{path} expands to more than {most:,} bytes, more than rows compress: write its rows without "
-                        "compression"
-                    )
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -238,9 +217,14 @@ def check_row(row: JSON) -> RawRow | Exception:
 
 
 def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
+    """Yields the rows below a line of names. After a line that cannot be parsed, the next one begins a new row.
+
+    Columns are separated by commas, or, if the line of names has none, by its semicolons, tabs or bars.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)
-    rows = csv.reader(csv_lines(path), strict=True)
+    first_line = next(filter(str.strip, csv_lines(path)), "")
+    separator = next((sign for sign in ",;\t|" if sign in first_line), ",")
+    rows = csv.reader(csv_lines(path), strict=True, delimiter=separator)
     names = None
     while True:
         first = rows.line_num + 1
@@ -265,24 +249,10 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError if the line of names has other separators than commas, or names a column twice."""
+    """Raises UserError if the line of names names a column twice."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
-    separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
-    if separator:
-        try:
-            path.read_text("utf-8")
-            encoding = "utf-8"
-        except UnicodeDecodeError:
-            encoding = "latin-1"
-        file, sep = json.dumps(str(path), ensure_ascii=False), json.dumps(separator)
-        read = f'pandas.read_csv({file}, sep={sep}, encoding="{encoding}")'
-        code = f'import pandas; {read}.to_csv("commas.csv", index=False)'
-        raise UserError(
-            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c "
-            f"{shlex.quote(code)}`, and take commas.csv"
-        )
 
 
 def csv_lines(path: Path) -> Iterator[str]:
@@ -300,39 +270,10 @@ def csv_lines(path: Path) -> Iterator[str]:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the rows of a file, once a process with limits has decoded it."""
+    """Yields the rows of a file."""
     check_installed("pyarrow", f"a Parquet file ({path})")
-    check_parquet(path)
     for i, row in enumerate(parquet_rows(path), 1):
         yield f"{path}, row {i}", row if isinstance(row, Exception) else without_nulls(decoded(row))
-
-
-def check_parquet(path: Path) -> None:
-    """Raises UserError for a file whose rows take far more time or memory than its size.
-
-    A few bytes may hold one long value for all rows. So a process with limits decodes the file; the kernel ends it.
-    """
-    command = [sys.executable, "-c", PROCESS, str(ROOT), str(path.absolute())]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    if done.returncode:
-        most = f"{DECODED >> 20:,} MiB for {BATCH} rows, or too much time"
-        raise UserError(f"{path} takes more than {most}: write its rows into another file")
-    if done.stdout:
-        raise UserError(f"{path} {done.stdout.strip()}")
-
-
-def try_parquet(file: str) -> None:
-    """Decodes a file under limits, and prints what is wrong with it, if anything; runs in the process."""
-    size = os.stat(file).st_size
-    seconds = DECODING + size // 10**7
-    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve more than they use
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (DECODED + size, DECODED + size))
-    try:
-        for batch in parquet_batches(file):
-            batch.validate(full=True)
-    except Exception as error:  # noqa: BLE001 (of pyarrow, which raises many kinds for damage)
-        print(explain_damage(error))
 
 
 def explain_damage(error: Exception) -> str:
@@ -349,13 +290,15 @@ def parquet_batches(file: str | Path) -> "Iterator[pyarrow.RecordBatch]":
     repeated = [name for name, count in Counter(opened.schema_arrow.names).items() if count > 1]
     if repeated:
         raise UserError(f"has several columns {repeated[0]!r}: give each a name of its own")
-    yield from opened.iter_batches(BATCH, use_threads=False)
+    for batch in opened.iter_batches(BATCH, use_threads=False):
+        batch.validate(full=True)
+        yield batch
 
 
 def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
     """Yields rows. Large batches are read row by row, since a dictionary may hold one long value for all rows.
 
-    Raises: UserError if the file has changed since it was checked, or holds values that Python lacks.
+    Raises: UserError if the file is damaged, or holds values that Python lacks.
     """
     try:
         for batch in parquet_batches(path):
@@ -369,7 +312,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
                     yield ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
                 else:
                     yield {name: column[0].as_py() for name, column in zip(batch.schema.names, columns, strict=True)}
-    except Exception as error:  # as in `try_parquet`
+    except Exception as error:  # noqa: BLE001 (of pyarrow, which raises many kinds for damage)
         raise UserError(f"{path} {explain_damage(error)}") from error
 
 

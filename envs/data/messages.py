@@ -127,8 +127,8 @@ def is_nothing(value: JSON) -> bool:
 def check_columns(row: RawRow) -> None:
     """Raises ValueError for a column that the model should read, but that is not rendered."""
     if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
-        advice = "give --env_options thinking=on or off" if wrong == REFUSED[-1] else "write it into the messages"
-        raise ValueError(f"its column {wrong} is not rendered: {advice}, and leave the column out")
+        advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
+        raise ValueError(f"its column {wrong} is not rendered: {advice} leave the column out")
 
 
 # messages

@@ -14,7 +14,7 @@ from envs.data.hub import fetch_split, folder_split
 from utils.settings.errors import UserError, counted
 
 ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
-SKIP = "or leave such rows out with --env_options skip_bad_rows=true"
+SKIP = "or leave such rows out by skip_bad_rows=true in --env_options"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
 
@@ -111,8 +111,8 @@ def load_rows(
             rows.append(row._replace(place=location))
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
-        found = f"no usable row, but {reasons}" if total else "no row"
-        raise UserError(f"{name}: {os.path.commonpath(files)} holds {found}: write rows into it")
+        found = f"no usable row, but {reasons}: correct them" if total else "no row: write rows into it"
+        raise UserError(f"{name}: {os.path.commonpath(files)} holds {found}")
     rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
     return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 

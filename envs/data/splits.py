@@ -9,10 +9,11 @@ from envs.data.rows import Row
 from utils.settings.errors import UserError
 
 LATEX_SPELLINGS = {
-    "\\left": "", "\\right": "", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
-    "\\(": "", "\\)": "", "\\[": "", "\\]": "", "\\,": "", "\\!": "",
+    "\\left": " ", "\\right": " ", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
+    "\\(": " ", "\\)": " ", "\\[": " ", "\\]": " ", "\\,": " ", "\\!": " ",
 }  # fmt: skip
-MEANINGLESS = re.compile(r"[.,;:?]+(?!\s*\d)|[\s$\\{}]+")  # punctuation, but not in 3.5 or (1, 2); white space; braces
+MEANINGLESS = re.compile(r"\.+(?!\d)|[,;:?]+(?!\s*\d)|[$\\{}]+")  # punctuation, but not in 3.5 or (1, 2); braces
+SYMBOL = re.compile(r"\d+|[^\W\d_]+|[^\w\s]|_")  # a number, a word, or one other character
 
 
 def choose_split(identity: str, one_in: int) -> str:
@@ -81,8 +82,12 @@ def remove_overlap(rows: list[Row], others: Iterable[Row]) -> tuple[list[Row], i
 
 
 def normal_form(prompt: str | list[dict[str, str]]) -> str:
-    """Returns a prompt without case, white space, most punctuation, and LaTeX's spellings of one thing."""
+    """Returns the numbers, words and symbols of a prompt, with a blank between them, in one of LaTeX's spellings.
+
+    Without case and most punctuation; white space counts only where it separates two numbers or two words.
+    """
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     for spelling, plain in LATEX_SPELLINGS.items():
         text = text.replace(spelling, plain)
-    return MEANINGLESS.sub("", text.casefold()) or text  # a prompt of such characters alone stays as it is
+    symbols = SYMBOL.findall(MEANINGLESS.sub(" ", text.casefold()))
+    return " ".join(symbols) or text  # a prompt of such characters alone stays as it is

@@ -24,6 +24,7 @@ from envs.data.messages import (
     as_messages,
     get_column,
     has_column,
+    is_nothing,
     read_exchange,
     read_references,
     unweighted,
@@ -114,8 +115,8 @@ class Dataset(Env):
             self.note += "; a reply is correct from a return of 1 on, if the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
         self.bin_column = bin
-        if place := next((row.place for row in self.rows if bin and not has_column(row.answer, bin)), ""):
-            raise UserError(f"bin={bin}: {place} has no such column: name a column of every row")
+        if bin and (place := next((row.place for row in self.rows if not bin_name(row.answer, bin)), "")):
+            raise UserError(f"bin={bin}: {place} has no such column, or no value in it: name a column of every row")
 
     @property
     def makes_prompts(self) -> bool:
@@ -195,7 +196,7 @@ class Dataset(Env):
 
     def bins(self) -> list[str]:
         """Returns the value of the column `bin` in each row."""
-        return [str(get_column(row.answer, self.bin_column)) for row in self.rows] if self.bin_column else []
+        return [bin_name(row.answer, self.bin_column) for row in self.rows] if self.bin_column else []
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return self.adapter.episode(problem, seed, partial(self.grade, problem))
@@ -256,6 +257,14 @@ class Dataset(Env):
     def trials(self, problem: Problem, form: str) -> list[Trial]:
         references = [] if self.has_reward else self.references(problem)
         return written_trials(problem, form, [final_reference(reference) for reference in references])
+
+
+def bin_name(row: RawRow, column: str) -> str:
+    """Returns the name of a row's bin: equal numbers have one; "" if there is no value."""
+    value = get_column(row, column) if has_column(row, column) else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if is_nothing(value) or value != value else str(value)  # NaN differs from itself
 
 
 def find_source(path: str, hub_split: str) -> Source:

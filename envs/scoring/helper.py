@@ -4,10 +4,10 @@
                             |-- keeper --> worker: makes the environment, scores chunks of replies
                             |-- keeper --> worker
 
-A worker writes into shared memory which reply it is at and since when. So only a reply that exceeds its time limit or
-ends its worker is lost; the others of its chunk go back into the queue. The helper trusts a worker only as far as its
-messages are possible. A keeper is the parent of one worker. It adopts processes that rewards start in sessions of their
-own, and ends them with the worker.
+A worker tells when it takes a chunk, and the outcome of each reply before it begins the next one. So the helper counts
+which reply a worker is at, and only a reply that exceeds its time limit or ends its worker is lost; the others of its
+chunk go back into the queue. The helper trusts a worker only as far as its messages are possible. A keeper is the
+parent of one worker. It adopts processes that rewards start in sessions of their own, and ends them with the worker.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import importlib
 import io
 import json
 import math
-import mmap
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
@@ -51,13 +51,10 @@ MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX c
 MAX_EPISODES = 2048  # episodes that a worker keeps
 MAX_HOMES = 100_000  # episodes whose workers are known
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
+MAX_IDLE = 5.0  # seconds in which a worker begins a new chunk
 CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
 MEMORY_INTERVAL = 0.25  # seconds between two looks at the memory of workers
-REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that it has, in the middle of a chunk
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
-MAX_SUSPECTED = 3  # ends of workers, each before the same reply was begun, after which that reply is at fault
-MAX_LATE = 1.0  # seconds after a message in which a worker begins its next reply
-MAX_IDLE = 5.0  # seconds in which a worker begins a new chunk
 MAX_UNMADE = 8  # workers in a row that cannot make an environment which others have made
 MAKING = 600  # seconds that the making of an environment may take
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
@@ -69,9 +66,6 @@ TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # unde
 CLOSING = 1.0  # seconds that environments have to close what they hold
 STALL = 60  # seconds without a sign of life after which the helper, or the run, counts as stuck
 WORKER_STALL = 5  # seconds after which a worker that takes no message counts as stuck
-
-PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
-IDLE = (0.0, -1)
 
 
 class Turns(NamedTuple):
@@ -137,19 +131,10 @@ def outcome_from_json(values: JSONOutcome) -> Outcome | Outcomes:
     kind, *fields = values
     if kind == "list":
         return [outcome_from_json(each) for each in fields]
-    return {"dict": checked_return, "Step": read_step, "Failure": read_failure}[kind](*fields)
-
-
-def read_step(*fields: object) -> Step:
-    """Returns a step of a worker's message. Raises: TypeError or ValueError for anything else."""
-    return checked_step(Step(*fields))
-
-
-def read_failure(kind: str, reason: str, remedy: str = "") -> Failure:
-    """Returns a failure of a worker's message. Raises: ValueError for an unknown kind."""
-    if kind not in FAILURES:
-        raise ValueError(f"{kind!r:.100} is no kind of failure")
-    return Failure(kind, str(reason), str(remedy))
+    if kind == "Failure":
+        name, *texts = fields
+        return Failure(FAILURES[FAILURES.index(name)], *map(str, texts))  # ValueError for another name
+    return {"dict": checked_return, "Step": lambda *x: checked_step(Step(*x))}[kind](*fields)
 
 
 def job_size(job: Job) -> int:
@@ -215,10 +200,11 @@ class Worker:
 
     pid: int
     connection: Connection
-    progress: mmap.mmap
     heard: float = field(default_factory=time.monotonic)  # when it began, got the chunk, or sent a message
     chunk: Sequence[int] = ()
-    num_done: int = 0  # jobs of the chunk that are done
+    first: int = 0  # number of the first message on the chunk: random, so that a reward cannot guess it
+    is_begun: bool = False  # the worker has told that it takes the chunk
+    num_done: int = 0  # jobs of the chunk whose outcome has come; the worker is at the next one
     num_chunks: int = 0
     started: float = 0.0  # when it got the chunk
     is_ready: bool = False  # has made the environment
@@ -226,19 +212,6 @@ class Worker:
     closed: float = math.inf  # when its connection was found to be closed
     memory_checked: float = 0.0
     received: bytes = b""  # part of a message that is not complete
-
-    @property
-    def place(self) -> int | None:
-        """Returns the place in its chunk of the reply that it is at, or was at last; None for one that is not left."""
-        position = PROGRESS.unpack_from(self.progress)[1]
-        return position if self.num_done <= position < len(self.chunk) else None
-
-    @property
-    def begun(self) -> float:
-        """Returns when it began that reply: the time that it reports, within possible limits."""
-        if self.place is None:
-            return self.heard + MAX_IDLE
-        return min(max(self.heard, PROGRESS.unpack_from(self.progress)[0]), self.heard + MAX_LATE)
 
     def read(self) -> list[bytes]:
         """Returns the whole messages that have come. Raises: EOFError or OSError when there will be no more."""
@@ -264,7 +237,6 @@ class WorkerPool:
     num_lost: int = 0  # replies among them that exceeded their time or ended their worker
     num_idle_ends: int = 0
     alone: set[int] = field(default_factory=set)  # jobs one of which has spoiled a message: each becomes a chunk
-    suspected: Counter[int] = field(default_factory=Counter)  # jobs, by ends of workers before they were begun
     num_unmade: int = 0  # workers in a row that could not make the environment
     traits: dict[str, bool] = field(default_factory=dict)  # properties of the environment
     job_seconds: float = math.inf  # time of a job in the last chunk
@@ -280,7 +252,6 @@ class WorkerPool:
         while True:
             if is_ready and not self.jobs:
                 self.num_jobs = self.num_lost = self.num_idle_ends = 0
-                self.suspected.clear()
                 self.alone.clear()
                 self.take_jobs()
             self.hand_out()
@@ -313,11 +284,10 @@ class WorkerPool:
                 worker.chunk = self.take_chunk(worker)
                 if not worker.chunk:
                     continue
-                worker.num_done = 0
+                worker.first, worker.is_begun, worker.num_done = secrets.randbits(60), False, 0
                 worker.started = worker.heard = time.monotonic()
-                PROGRESS.pack_into(worker.progress, 0, *IDLE)
                 try:
-                    worker.connection.send([self.jobs[number] for number in worker.chunk])
+                    worker.connection.send((worker.first, [self.jobs[number] for number in worker.chunk]))
                 except OSError:
                     worker.closed = time.monotonic()
 
@@ -369,7 +339,7 @@ class WorkerPool:
             left = worker.chunk[worker.num_done :]
             if len(left) > 1:  # any of them may have spoilt the message
                 self.alone |= set(left)
-                PROGRESS.pack_into(worker.progress, 0, *IDLE)
+                worker.is_begun = False
             self.replace_worker(worker, Failure("reward_errors", "it wrote into the connection of its process"))
 
     def take_message(self, worker: Worker, message: bytes) -> None:
@@ -383,19 +353,19 @@ class WorkerPool:
             worker.is_ready = True
             self.num_unmade = 0
             return
-        place, *values = json.loads(message)
-        outcomes = [outcome_from_json(each) for each in values]
-        numbers = worker.chunk[worker.num_done :][: len(outcomes)]
-        finished = list(zip(numbers, outcomes, strict=True))
-        are_fit = all(fits(self.jobs[number], outcome) for number, outcome in finished)
-        if not finished or place != worker.num_done or not are_fit:
+        number, *values = json.loads(message)
+        expected = worker.first + worker.is_begun + worker.num_done
+        if not worker.chunk or number != expected or len(values) != worker.is_begun:
             raise ValueError("it is no message of what the worker is at")
-        worker.heard = time.monotonic()
-        for number, outcome in finished:
-            self.set_outcome(number, outcome)
+        if worker.is_begun:
+            job, outcome = worker.chunk[worker.num_done], outcome_from_json(*values)
+            if not fits(self.jobs[job], outcome):
+                raise ValueError("it is no outcome of what the worker is at")
+            self.set_outcome(job, outcome)
             worker.num_done += 1
+        worker.is_begun, worker.heard = True, time.monotonic()
         if worker.num_done == len(worker.chunk):
-            self.job_seconds = (time.monotonic() - worker.started) / len(worker.chunk)
+            self.job_seconds = (worker.heard - worker.started) / len(worker.chunk)
             worker.chunk = ()
             worker.num_chunks += 1
             if worker.num_chunks >= MAX_CHUNKS and worker.pid not in self.homes.values():
@@ -438,8 +408,8 @@ class WorkerPool:
         if not worker.is_ready and now - worker.heard > MAKING:
             return Failure("reward_timeouts", f"it took longer than {MAKING} seconds")
         if worker.chunk:
-            limit = self.settings.timeout * job_size(self.jobs[worker.chunk[worker.place or worker.num_done]])
-            if now - worker.begun > limit:
+            limit = self.settings.timeout * job_size(self.jobs[worker.chunk[worker.num_done]])
+            if now - worker.heard > limit + (0 if worker.is_begun else MAX_IDLE):
                 return Failure("reward_timeouts", f"it took longer than {limit:g} seconds")
         if worker.chunk and now - worker.memory_checked > MEMORY_INTERVAL:
             worker.memory_checked = now
@@ -459,14 +429,7 @@ class WorkerPool:
         if worker not in self.workers:  # it had just reported its last chunk
             return
         left = worker.chunk[worker.num_done :]
-        lost = None if worker.place is None else worker.chunk[worker.place]
-        if left and lost is None:
-            is_late = failure.kind == "reward_timeouts"
-            if is_late and len(left) > 1:  # its place is invalid: the reply at fault is found by trying each alone
-                self.alone |= set(left)
-            else:
-                self.suspected[left[0]] += 1
-                lost = left[0] if is_late or self.suspected[left[0]] >= MAX_SUSPECTED else None
+        lost = left[0] if left and worker.is_begun else None
         self.queue.extendleft(number for number in reversed(left) if number != lost)
         self.remove(worker)
         if lost is None:
@@ -515,23 +478,21 @@ def start_worker(settings: ScorerSettings, inherited: Sequence[Connection]) -> W
     """Forks a keeper, which forks a worker; both close `inherited`, the connections of the helper."""
     ours, theirs = Pipe()
     limit_waits(ours, WORKER_STALL)
-    progress = mmap.mmap(-1, PROGRESS.size)  # shared with what is forked
-    PROGRESS.pack_into(progress, 0, *IDLE)
     helper = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
-        return Worker(pid, ours, progress)
+        return Worker(pid, ours)
     try:
         end_with_parent(helper)
         for connection in (ours, *inherited):
             connection.close()
-        run_keeper(theirs, progress, settings)
+        run_keeper(theirs, settings)
     finally:
         os._exit(1)
 
 
-def run_keeper(connection: Connection, progress: mmap.mmap, settings: ScorerSettings) -> None:
+def run_keeper(connection: Connection, settings: ScorerSettings) -> None:
     """Runs a keeper: forks a worker, waits for its end, kills the processes that it leaves, and exits with its code.
 
     An exit code of 128 + n means signal n, as in shells.
@@ -545,7 +506,7 @@ def run_keeper(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     if not worker:
         try:
             end_with_parent(keeper)
-            run_worker(connection, progress, settings)
+            run_worker(connection, settings)
         finally:
             os._exit(1)
     connection.close()
@@ -557,7 +518,7 @@ def run_keeper(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     os._exit(code if code >= 0 else 128 - code)
 
 
-def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSettings) -> None:
+def run_worker(connection: Connection, settings: ScorerSettings) -> None:
     """Runs a worker: makes the environment, then scores chunks until the connection is closed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -575,7 +536,7 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     episodes = EpisodeCache()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            score_chunk(env, episodes, connection.recv(), connection, progress)
+            score_chunk(env, episodes, *connection.recv(), connection)
     episodes.close()
     env.close()
 
@@ -609,21 +570,12 @@ def send_json(connection: Connection, message: object) -> None:
         data = data[os.write(connection.fileno(), data) :]
 
 
-def score_chunk(
-    env: Env, episodes: "EpisodeCache", jobs: Sequence[Job], connection: Connection, progress: mmap.mmap
-) -> None:
-    """Scores replies and reports their outcomes: all in one message if that takes no longer than REPORT_INTERVAL."""
+def score_chunk(env: Env, episodes: "EpisodeCache", first: int, jobs: Sequence[Job], connection: Connection) -> None:
+    """Scores replies: sends `first` before them, and the outcome of each before it begins the next one."""
     problem = functools.cache(env.problem)  # the replies of a group share theirs
-    message, reported = [0], time.monotonic()  # the place of the first outcome, and outcomes
-    for place, (index, reply) in enumerate(jobs):
-        now = time.monotonic()
-        if now - reported > REPORT_INTERVAL:
-            send_json(connection, message)
-            message, reported = [place], now
-        PROGRESS.pack_into(progress, 0, now, place)
-        message.append(outcome_to_json(score_reply(env, episodes, problem, index, reply)))
-        os.fstat(connection.fileno())  # fails if the reply closed it: that reply, and none behind it, is then at fault
-    send_json(connection, message)
+    send_json(connection, [first])
+    for number, (index, reply) in enumerate(jobs, first + 1):
+        send_json(connection, [number, outcome_to_json(score_reply(env, episodes, problem, index, reply))])
 
 
 def score_reply(

@@ -6,6 +6,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -356,10 +358,10 @@ def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, Ended | Failure]:
     return ends
 
 
-def running(text: str) -> list[str]:
-    """The processes whose command line has a text."""
-    found = subprocess.run(["pgrep", "-f", text], capture_output=True, text=True).stdout.split()
-    return [pid for pid in found if int(pid) != os.getpid()]
+def running(text: str) -> list[int]:
+    """The processes whose command line matches a pattern."""
+    found = [x.pid for x in psutil.process_iter(["cmdline"]) if re.search(text, " ".join(x.info["cmdline"] or []))]
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def test_a_program_costs_its_own_episode_alone(program):

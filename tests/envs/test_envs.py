@@ -189,6 +189,11 @@ def test_there_is_no_valid_split_without_room(name, message):
         ("2*(3+4)", "2*3+4", False),
         ("5!", "5", False),
         ("?!", "...", False),
+        ("Use 1 23 4", "Use 12 3 4", False),
+        ("Solve x^{2}3 = 4", "Solve x^{23} = 4", False),
+        ("Reverse 'a b'", "Reverse 'ab'", False),
+        ("Add 3.\n4 more", "Add 3.4 more", False),
+        (r"Expand \left( 2x_{1} \cdot 3 \right)", r"expand (2 x_1\cdot{3}).", True),
     ],
 )
 def test_problems_are_compared_whatever_their_spelling(one, other, same):
@@ -376,7 +381,7 @@ def test_an_argument_of_a_reward_that_is_no_column_is_named(parameters, tmp_path
         envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
 
 
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["json", "csv", "csv;", "csv\t", "csv|", "parquet", "jsonl.gz"])
 def test_kinds_of_files(tmp_path, kind):
     import gzip
 
@@ -384,12 +389,13 @@ def test_kinds_of_files(tmp_path, kind):
     import pyarrow.parquet
 
     rows = [{"q": f"What is {i} + {i}?", "a": str(2 * i)} for i in range(30)]
-    path = tmp_path / f"rows.{kind}"
+    path = tmp_path / f"rows.{kind.partition('csv')[1] or kind}"
     match kind:
         case "json":
             path.write_text(json.dumps({"data": rows}))
-        case "csv":
-            path.write_text("q,a\n" + "".join(f"{row['q']},{row['a']}\n" for row in rows))
+        case "csv" | "csv;" | "csv\t" | "csv|":
+            separator = kind[3:] or ","
+            path.write_text("".join(f"{q}{separator}{a}\n" for q, a in [("q", "a"), *map(dict.values, rows)]))
         case "parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         case "jsonl.gz":
@@ -434,8 +440,6 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
         ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
         ("twice.csv", b"prompt,prompt,answer\nx,y,1\n", "twice.csv has several columns 'prompt': give each"),
-        ("semi.csv", b"prompt;answer\nx;1\n", r"';' between .*-c 'import pandas; .*semi.csv\", sep=\";\", enc"),
-        ("both.csv", "prompt;answer\ncaf\xe9;1\n".encode("latin-1"), 'both.csv", sep=";", encoding="latin-1"'),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),

@@ -76,6 +76,7 @@ def test_an_object_alone_is_a_row(tmp_path, row, indent):
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.csv", " \n\n", "a.csv is empty"),
         ("a.jsonl", gzip.compress(b"", mtime=0), "a.jsonl is empty"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "a.jsonl.gz is not a whole .gz file"),
         ("a.json", '{"train": [{"q": 1}], "test": [{"q": 2}]}', "several lists of rows, train, test: write each"),
         ("a.json", '{"q": {"0": "x"}, "a": {"0": "y"}}', "columns, not rows: .*orient='records'"),
         ("a.json", '"text"', "neither JSON nor a line of names"),

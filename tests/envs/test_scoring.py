@@ -44,6 +44,8 @@ FAILING = (
     "name of the log",
     "no outcomes",
     "too many outcomes",
+    "an outcome",
+    "an outcome and exit",
     "half a message",
 )
 HANGING = (
@@ -51,13 +53,9 @@ HANGING = (
     "regex",
     "endless",
     "stop",
+    "an outcome and hang",
     "half a message and hang",
     "messages without end",
-)
-LYING = (
-    "place nan 0",
-    "place 1e300 0",
-    "place 0 1000000",
 )
 
 
@@ -222,20 +220,8 @@ def test_rewards_that_do_not_return_are_killed(scorer):
     scores, counts = scorer.score_replies(range(len(texts)), texts)
     failed = [texts[i] for i, score in enumerate(scores) if score is None]
     assert failed == [*HANGING]
-    assert counts["reward_timeouts"] >= len(HANGING) - 1, "messages without end may be an error"
+    assert counts["reward_timeouts"] >= len(HANGING) - 2, "those that write a message may be an error"
     assert sum(counts.values()) == len(HANGING)
-    assert time.monotonic() - start < 20
-
-
-@pytest.mark.parametrize("text", LYING)
-def test_a_reward_that_lies_about_its_place_is_killed(scorer, text):
-    """It writes into the memory that tells what its process is at, and may blame the first reply of its chunk."""
-    start = time.monotonic()
-    scores, counts = scorer.score_replies(range(16), ["ok"] * 8 + [text] + ["ok"] * 7)
-    failed = [i for i, score in enumerate(scores) if score is None]
-    assert 8 in failed
-    assert len(failed) <= (2 if text.endswith(" 0") else 1), "0 is a place in the chunk, 1000000 is none"
-    assert counts == {"reward_timeouts": len(failed), "reward_errors": 0}
     assert time.monotonic() - start < 20
 
 

@@ -333,6 +333,17 @@ def test_allowed_differences_are_named():
     assert oracle.check_rows(make("pieces", TEMPLATES["trimmed"]), "rows", rows, "all") == []
 
 
+def test_thinking_is_looked_for_in_all_rows():
+    """The template drops it from earlier replies, of which only the last row has one."""
+    content = "(m.content if loop.last else m.content.split('</think>')[-1])"
+    template = TEMPLATES["plain turns"].replace("m.content", content)
+    rows = [[says("user", "1?"), says("assistant", "one"), says("user", "2?"), says("assistant", "two")]] * 20
+    thought = [rows[0][0], says("assistant", "<think>hm</think>one"), *rows[0][2:]]
+    tok = make("pieces", template)
+    assert oracle.check_rows(tok, "rows", rows, "all") == []
+    assert oracle.check_rows(tok, "rows", [*rows, thought], "all") == [oracle.DROPPED]
+
+
 def test_a_base_model_without_its_first_token_is_noticed():
     tok = make("pieces", None)
     problem = Problem([TURNS[0]])

@@ -291,6 +291,15 @@ def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     assert words in mistake(line, capsys, settings)
 
 
+def test_presets_of_papers_have_no_entropy_bonus():
+    presets = {file.stem: file.read_text() for file in (ROOT / "configs").glob("*.py")}
+    objectives = {name for name, text in presets.items() if '"objective": ' in text}
+    assert len(objectives) == 17
+    for name in objectives:
+        config = parse(grpo.Config, ["--config", f"configs/{name}.py"])
+        assert (config.objective.policy.entropy_coef > 0) == (name == "ppo"), name
+
+
 def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
     # The preset sets the variable for the whole process: it is put back.

@@ -150,6 +150,7 @@ EQUAL = {
             {"env/correct_answer": 0.0, "env/return": 0.3, "env/finished": 1.0},
             "the reward is the same whatever the reply",
         ),
+        ({"env/correct_answer": 0.27, "env/return": 1.0}, "the reward is the same whatever the reply"),
         ({"env/correct_answer": 0.0, "env/finished": 1.0}, "where the replies are wrong, try easier problems"),
         ({"env/correct_answer": 0.5, "env/return_spread": 1.0}, "all fail in some and all succeed in others"),
         ({"env/correct_answer": 0.0, "env/reward_errors": 16}, "the reward failed for 16 of 64 replies"),

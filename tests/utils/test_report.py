@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, ttest_rel
 
 from core.records import Batch, Completions, Episodes, Progress
 from core.run.folder import Run
@@ -294,7 +294,8 @@ def test_only_scores_of_the_same_problems_are_compared():
     assert "--resume force" not in texts[True]
     assert "from 10.0% at step 30 to 10.0% at step 40" in texts[False]
     assert texts[False].endswith("Scores up to step 20 are of other data or settings (--resume force).")
-    assert "Too early to tell" in judge_segment(run, {}, [segment | {"step": 40, "comparable": False}])["text"]
+    late = judge_segment(run, {}, [segment | {"step": 30, "comparable": False}])["text"]
+    assert late.startswith("No verdict: there is only the score at step 40, and a change needs two.")
 
 
 def test_the_change_of_a_share_stays_within_what_is_possible():
@@ -305,18 +306,14 @@ def test_the_change_of_a_share_stays_within_what_is_possible():
 
 
 @pytest.mark.parametrize(
-    ("num_tasks", "is_damaged"),
-    [
-        (200, False),
-        (20, False),
-        (200, True),
-    ],
+    ("num_tasks", "num_gains", "is_damaged"),
+    [(200, 10, False), (20, 5, False), (200, 10, True)],
 )
-def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, is_damaged):
+def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, num_gains, is_damaged):
     run = write_run(tmp_path / "run", num_steps=0)
     before = np.repeat(np.arange(num_tasks) % 2.0, 2)  # two rollouts of each problem
     after = before.copy()
-    after[: len(after) // 10] = 1.0
+    after[: 4 * num_gains] = 1.0
     with Logger(run) as logger:
         for step, x in ((0, before), (10, after)):
             scores = {"return": x, "correct_answer": x}
@@ -327,12 +324,14 @@ def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, is_da
     if is_damaged:
         (run / "rollouts" / "held_out_10.npz").write_bytes(b"PK\3\4")
     text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
-    if num_tasks < 30 or is_damaged:
+    if is_damaged:
         assert text.startswith("Nothing learned")
         return
-    ends = re.search(r"Learned: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
+    ends = re.search(r"Learned: .* points \[(.*), (.*)\]", text).groups()
     quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
-    np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
+    if num_tasks < 30:
+        quantiles = ttest_rel(*(x[::2] for x in (after, before))).confidence_interval()
+    np.testing.assert_allclose([float(end) for end in ends], 100 * np.array(quantiles), atol=0.51)
 
 
 def test_one_comparison_in_pairs_makes_all_sentences(tmp_path):
@@ -633,6 +632,8 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     # Numbers are rounded as on the terminal, halves too.
     values = [0.5625, 0.0625, 0.03125, -0.5625, 100.5, 12.34567, 0.0, 1.0]
     for unit, metric in (("", "env/return"), ("%", "env/correct_answer")):
+        once = chromium.execute_script(f"return change({{x: [0], y: [0.25]}}, '{unit}')")
+        assert once == f"{format_value(metric, 0.25)} (step 0 only)"
         shown = chromium.execute_script(f"return arguments[0].map((value) => short(value, '{unit}'))", values)
         assert shown == [format_value(metric, value) for value in values]
 

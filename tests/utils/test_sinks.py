@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,31 +181,19 @@ class Mute(Exception):
         raise self
 
 
-ERRORS = [None, SystemExit("bye"), KeyboardInterrupt(), Mute(), ValueError("\x1b[2J\x9bgone\n")]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, monkeypatch, capsys):
-    is_over = threading.Event()
-
+@pytest.mark.parametrize("error", [SystemExit("bye"), Mute(), ValueError("\x1b[2J\x9bgone\n")])
+def test_a_sink_that_fails_warns_and_the_run_goes_on(error, tmp_path, capsys):
     def log(step, metrics):
-        is_over.wait()
         raise error
 
-    if error:
-        is_over.set()
-    # A sink that hangs is given up soon.
-    monkeypatch.setattr("utils.metrics.sinks.MAX_SECONDS", 0.2)
     sink = GuardedSink("mine", lambda: SimpleNamespace(log=log, close=None))
     with Logger(tmp_path, sinks=[sink]) as logger:
         for i in range(2):
             logger.log(i, {"x": i})
-    is_over.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     said = capsys.readouterr().err
     assert said.count("warning: mine is switched off") == said.count("\n") == 1
     assert "\x1b" not in said
-    assert ("no answer within 0.2 seconds" in said) == (error is None)
 
 
 def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):

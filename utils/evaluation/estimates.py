@@ -10,6 +10,8 @@ from math import comb
 import numpy as np
 from jaxtyping import Bool, Float
 
+from utils.metrics.curves import is_share
+
 RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 100  # a divisor; bounds memory, however many tasks
 FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
@@ -23,22 +25,19 @@ SampleValues = Float[np.ndarray, "N G"]
 def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     """Returns the mean over tasks and its 95% interval, by the name of the score.
 
-    `_ci` is half the width of the interval. A score from 0 to 1 also gets `_low` and `_high`, the ends of Wilson's
-    interval, which is not symmetric. Other scores get the normal approximation over tasks. If all tasks are equal, they
-    get no interval, since their spread is unknown.
+    `_ci` is half the width of the interval. A share, by its name or because its values are 0 and 1, also gets `_low`
+    and `_high`, the ends of Wilson's interval, which is not symmetric. Other scores get the normal approximation over
+    tasks. If all tasks are equal, they get no interval, since their spread is unknown.
     """
     x = np.asarray(x, np.float64)
-    num_tasks = len(x)
     estimate = {name: float(x.mean())}
-    is_share = x.min() >= 0 and x.max() <= 1
-    if is_share:
+    if is_share(name) and x.min() >= 0 and x.max() <= 1 or set(x.tolist()) == {0, 1}:
         low, high = wilson_interval(estimate[name], effective_samples(x))
         estimate[f"{name}_ci"] = (high - low) / 2
         estimate[f"{name}_low"] = low
         estimate[f"{name}_high"] = high
     elif np.ptp(x) != 0:
-        half_width = Z * x.std(ddof=1) / num_tasks**0.5
-        estimate[f"{name}_ci"] = float(half_width)
+        estimate[f"{name}_ci"] = Z * standard_error(x)
     return estimate
 
 
@@ -49,13 +48,21 @@ def mean_over_runs(name: str, x: Float[np.ndarray, "R"]) -> dict[str, float]:
     runs that are all equal.
     """
     estimate = {name: float(x.mean())}
-    freedom = len(x) - 1
-    if freedom > 1 and np.ptp(x) != 0:
-        from scipy.special import stdtrit  # 0.09 s, which no other command should take to start
-
-        quantile = stdtrit(freedom, 0.975)
-        estimate[f"{name}_ci"] = float(quantile * x.std(ddof=1) / len(x) ** 0.5)
+    if len(x) > 2 and np.ptp(x) != 0:
+        estimate[f"{name}_ci"] = student_half_width(x)
     return estimate
+
+
+def student_half_width(x: Float[np.ndarray, "R"]) -> float:
+    """Returns half the width of Student's 95% interval of the mean of two or more numbers."""
+    from scipy.special import stdtrit  # 0.09 s, which no other command should take to start
+
+    return float(stdtrit(len(x) - 1, 0.975) * standard_error(x))
+
+
+def standard_error(x: Float[np.ndarray, "R"]) -> float:
+    """Returns the standard error of the mean of two or more numbers."""
+    return float(x.std(ddof=1) / len(x) ** 0.5)
 
 
 def wilson_interval(p: float, n: float) -> tuple[float, float]:
@@ -162,30 +169,34 @@ def majority(answers: Sequence[str | None], correct: Bool[np.ndarray, "G"]) -> f
     return sum(winners) / len(winners) if winners else 0.0
 
 
-def paired_bootstrap(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, float | None]:
+def paired_difference(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, float | None]:
     """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
-    Tasks are drawn N times with replacement, both values of a task together. The interval holds the 2.5% to 97.5%
-    quantiles of the resampled mean of y - x. It is None if all tasks differ by the same: resampling them shows
-    nothing. p is the share of the resamples, the data themselves counted as one, in which the mean is 0 or less. It is
-    at least 2^-N, the chance that N signs agree, which no number of resamples can undercut.
+    Tasks are sampled N times with replacement, both values of a task together. The interval holds the 2.5% to 97.5%
+    quantiles of the resampled mean of y - x, and p is the share of the resamples, the data themselves counted as one,
+    in which the mean is 0 or less. Of fewer than FEW_TASKS tasks, for which this is too narrow, both are Student's. If
+    all tasks differ by the same, there is no interval. p is at least 2^-N, the chance that N signs agree.
     Sources: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4; Phipson and Smyth
     2010, Permutation P-values Should Never Be Zero.
     """
     difference = np.asarray(y, np.float64) - x
-    rng = np.random.default_rng(seed)
-    num_tasks = len(difference)
-    chunks = []
-    for _ in range(0, RESAMPLES, RESAMPLES_AT_ONCE):
-        tasks = rng.integers(num_tasks, size=(RESAMPLES_AT_ONCE, num_tasks))
-        chunks.append(difference[tasks].mean(axis=1))
-    means = np.concatenate(chunks)
-    num_not_above = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
-    share = (1 + num_not_above) / (1 + RESAMPLES)
-    p = max(share, 0.5**num_tasks)
-    low = None
-    high = None
-    if np.ptp(difference):
-        low, high = np.quantile(means, [0.025, 0.975]).tolist()
-    mean = float(difference.mean())
-    return {"mean": mean, "low": low, "high": high, "p": float(p)}
+    num_tasks, mean, low, high = len(difference), float(difference.mean()), None, None
+    differs = np.ptp(difference) > 1e-12  # but for rounding
+    if differs and num_tasks < FEW_TASKS:
+        from scipy.special import stdtr
+
+        half_width = student_half_width(difference)
+        low, high = mean - half_width, mean + half_width
+        share = stdtr(num_tasks - 1, -mean / standard_error(difference))
+    else:
+        rng = np.random.default_rng(seed)
+        chunks = []
+        for _ in range(0, RESAMPLES, RESAMPLES_AT_ONCE):
+            tasks = rng.integers(num_tasks, size=(RESAMPLES_AT_ONCE, num_tasks))
+            chunks.append(difference[tasks].mean(axis=1))
+        means = np.concatenate(chunks)
+        num_not_above = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
+        share = (1 + num_not_above) / (1 + RESAMPLES)
+        if differs:
+            low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    return {"mean": mean, "low": low, "high": high, "p": float(max(share, 0.5**num_tasks))}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
+from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_difference
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
 from utils.settings.errors import counted
@@ -95,7 +95,7 @@ def compare_pair(base: Result, result: Result, seed: int) -> dict[str, JSON]:
     for name, values in result.by_task.items():
         if name in base.by_task:
             base_values = base.by_task[name][base_rows]
-            differences[name] = paired_bootstrap(base_values, values[rows], seed)
+            differences[name] = paired_difference(base_values, values[rows], seed)
     return differences
 
 
@@ -115,9 +115,9 @@ def format_report(objects: Sequence[TableRow]) -> str:
         return score_table
     differences = {env_name: difference_columns(rows) for env_name, rows in rows_by_env.items()}
     difference_table = format_table(names[1:], differences)
-    method = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
-    title = f"difference to {names[0]} ({method})"
-    return f"{score_table}\n\n{title}\n{difference_table}{few_tasks_note(objects)}"
+    method = f"paired bootstrap over problems, {RESAMPLES:,} resamples, or Student's t for fewer than {FEW_TASKS}"
+    title = f"difference to {names[0]}, 95% interval, p of 0 or less ({method})"
+    return f"{score_table}\n\n{title}\n{difference_table}"
 
 
 def main_columns(rows: Sequence[TableRow]) -> dict[str, str]:
@@ -142,14 +142,6 @@ def difference_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
     differences = [row["difference"] for row in rows if "difference" in row]
     titles = main_columns(rows)
     return {title: [format_difference(x.get(name)) for x in differences] for name, title in titles.items()}
-
-
-def few_tasks_note(objects: Sequence[TableRow]) -> str:
-    """Returns a line that names the environments whose differences are over few problems; empty if none is."""
-    names = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
-    if not names:
-        return ""
-    return f"\n{', '.join(sorted(names))}: fewer than {FEW_TASKS} problems, so intervals are too narrow"
 
 
 def format_score(metrics: Mapping[str, float], name: str) -> str:

@@ -90,8 +90,8 @@ def format_value(name: str, value: float) -> str:
 
 
 def is_share(name: str) -> bool:
-    """True for metrics that are read in percent."""
-    return name.endswith("correct_answer")
+    """True for metrics that are shares of problems or samples by their definition, and are read in percent."""
+    return name.endswith("correct_answer") or "pass@" in name or "maj@" in name
 
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:

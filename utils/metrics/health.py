@@ -174,6 +174,8 @@ def advise_equal(metrics: Mapping[str, JSON]) -> str:
         return f"the reward failed for {failed:.0f} of {number:.0f} replies: see reward_failures.jsonl"
     if mean("correct_answer") > 0.9:
         return f"{mean('correct_answer'):.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
+    if metrics.get("env/return_spread") == 0 and mean("return") != 0:
+        return f"the reward is the same whatever the reply, or so it seems: {TRY} shows what it gives to other replies"
     if mean("correct_answer") > 0.1:
         return "all fail in some and all succeed in others: a larger --group_size, or problems of middle difficulty"
     if mean("finished") < 0.5:
@@ -189,6 +191,4 @@ def advise_equal(metrics: Mapping[str, JSON]) -> str:
             f"{mean('format'):.0%} of the replies give an answer in the asked form and {few} is right: "
             f"{HARD}, unless the grader refuses right ones, which {TRY} shows"
         )
-    if metrics.get("env/return_spread") == 0 and mean("return") != 0:
-        return f"the reward is the same whatever the reply, or so it seems: {TRY} shows what it gives to other replies"
     return f"{TRY} shows what the reward gives; where the replies are wrong, {HARD}"

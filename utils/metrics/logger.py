@@ -9,9 +9,7 @@ import json
 import math
 import os
 import re
-import select
 import shutil
-import stat
 import statistics
 import sys
 import time
@@ -48,7 +46,6 @@ TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
 FILES = ("metrics.jsonl", "events.jsonl")  # a line for each step, and for each warning
 NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
-PATIENCE = 10  # seconds to wait for a full pipe
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")  # control, format and unassigned codes
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
 
@@ -249,31 +246,18 @@ def paint(text: str, color: str) -> str:
 
 
 class LossyWriter(io.FileIO):
-    """Writes to a descriptor, and drops output that it does not take: reader gone, disk full, pipe stuck."""
-
-    def __init__(self, fd: int):
-        super().__init__(fd, "w", closefd=False)
-        self.is_stuck = False
-        self.poll = select.poll()
-        self.poll.register(fd, select.POLLOUT)
-        self.is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+    """Writes to a descriptor, and drops output that it does not take: reader gone, terminal closed, disk full."""
 
     def write(self, data: memoryview) -> int:
         try:
-            if self.is_pipe:
-                milliseconds = 0 if self.is_stuck else 1000 * PATIENCE
-                self.is_stuck = not self.poll.poll(milliseconds)
-                data = data[: select.PIPE_BUF]  # so much never blocks once the pipe is ready
-            if self.is_stuck:
-                return len(data)
-            return os.write(self.fileno(), data)
+            return super().write(data)
         except OSError:
             return len(data)
 
 
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
-    """Drops output inside that would stop the run or delay it for long; metrics.jsonl has the metrics anyway."""
+    """Drops output inside that would stop the run; metrics.jsonl has the metrics anyway."""
     streams = (
         (sys.stdout, contextlib.redirect_stdout),
         (sys.stderr, contextlib.redirect_stderr),
@@ -281,7 +265,7 @@ def lossy_output() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for stream, redirect in streams:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stream, or none at all
-                raw = LossyWriter(stream.fileno())
+                raw = LossyWriter(stream.fileno(), "w", closefd=False)
                 with contextlib.suppress(OSError):
                     stream.flush()
                 buffer = io.BufferedWriter(raw)

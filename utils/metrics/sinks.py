@@ -1,4 +1,4 @@
-"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard. Their errors and delays never stop a run.
+"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard. Their errors never stop a run.
 
 A sink is a class with `log(step, metrics)` and `close()`, and a line in `open_sinks`. Metrics have the same names
 everywhere; only TensorBoard has no "@" in names, so pass@2 is pass_at_2 there.
@@ -10,11 +10,8 @@ import os
 import secrets
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Protocol, TypeVar
 from urllib.parse import urlparse
@@ -26,7 +23,6 @@ from utils.settings.checks import hide_passwords
 from utils.settings.errors import is_installed, on_one_line
 from utils.settings.groups import SinkConfig
 
-MAX_SECONDS = 90  # of a call; more than wandb's own limits
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
 Returned = TypeVar("Returned")
@@ -44,16 +40,10 @@ class Sink(Protocol):
 
 
 class GuardedSink:
-    """A sink that is dropped after its first exception, or call that does not end, with a warning.
-
-    Its calls run in a thread of its own, which is left behind if one hangs.
-    """
+    """A sink that is dropped after its first exception, with a warning."""
 
     def __init__(self, name: str, make: Callable[[], Sink]):
-        self.name = name
-        self.calls: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
-        threading.Thread(target=self.work, daemon=True).start()
-        self.sink = None
+        self.name, self.sink = name, None
         self.sink = self.attempt(make)
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
@@ -69,28 +59,16 @@ class GuardedSink:
             self.attempt(self.sink.close)
 
     def attempt(self, call: Callable[..., Returned], *args: int | Mapping | Sequence) -> Returned | None:
-        """Calls a function of the sink, and drops the sink if that raises or hangs."""
-        future = Future()
-        self.calls.put((future, call, args))
-        wait([future], MAX_SECONDS)
-        error = future.exception() if future.done() else TimeoutError(f"no answer within {MAX_SECONDS} seconds")
-        if error is None:
-            return future.result()
-        self.sink = None
-        is_missing = isinstance(error, ModuleNotFoundError)
-        reason = f"`pip install {error.name}`" if is_missing else describe(error)
-        message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
-        print(f"warning: {message}", file=sys.stderr)
-        return None
-
-    def work(self) -> None:
-        """Makes calls one after the other; runs in the thread."""
-        while True:
-            future, call, args = self.calls.get()
-            try:
-                future.set_result(call(*args))
-            except BaseException as error:  # noqa: BLE001 (its exceptions are not documented)
-                future.set_exception(error)
+        """Calls a function of the sink, and drops the sink if that raises."""
+        try:
+            return call(*args)
+        except (Exception, SystemExit) as error:  # of packages whose exceptions are not documented
+            self.sink = None
+            is_missing = isinstance(error, ModuleNotFoundError)
+            reason = f"`pip install {error.name}`" if is_missing else describe(error)
+            message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
+            print(f"warning: {message}", file=sys.stderr)
+            return None
 
 
 def describe(error: BaseException) -> str:

@@ -91,14 +91,14 @@ function median(series) {
 /** Text with its options, which are not broken at the end of a line. */
 const prose = (text) => visible(text).split(/(--\w+)/).map((part, i) => (i % 2 ? make("code", {}, part) : part));
 
-/** "first → last", with their intervals; a line breaks at the arrow only. */
+/** "first → last", with their intervals, or the only value; a line breaks at the arrow only. */
 function change(series, unit) {
   if (!series) return "–";
   const [first, last] = [0, -1].map((i) => {
     const [value, low, high] = ["y", "low", "high"].map((name) => short(series[name]?.at(i), unit));
     return series.low?.at(i) == null ? value : `${value}\u00a0[${low},\u00a0${high}]`;
   });
-  return `${first} → ${last}`;
+  return series.x.length > 1 ? `${first} → ${last}` : `${first} (step ${short(series.x[0])} only)`;
 }
 
 // The verdict: in words, with the warnings of the run, each with its step and a way to rollouts that show it

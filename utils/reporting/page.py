@@ -73,7 +73,8 @@ BIN_WEIGHT = re.compile("bins/(.*)/weight")  # metric of --task_sampling bins
 PANELS = (
     Panel(
         "Correct answers",
-        "Dots are held-out problems with 95% intervals, lines are training: a gain is shown if they do not overlap.",
+        "Dots are held-out scores with 95% intervals of each, lines are training: the verdict compares problem by "
+        "problem, which shows smaller gains.",
         {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%",
     ),
     Panel(

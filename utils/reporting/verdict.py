@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
+from utils.evaluation.estimates import mean_over_runs, paired_difference
 from utils.metrics.curves import LOSS, MAIN, Curves, Interval, format_value, intervals, is_held_out, is_share
 from utils.metrics.health import describe_same
 from utils.metrics.jsonl import JSON
@@ -110,7 +110,8 @@ def explain_no_update(run: Curves) -> str:
 def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     """Returns the verdict on the points of a metric: see `judge`."""
     if len(points) < 2:
-        return {"kind": "open", "text": "Too early to tell: there are no two scores to compare yet."}
+        found = f"only the score at step {points[0].step}" if points else "no score"
+        return {"kind": "open", "text": f"No verdict: there is {found}, and a change needs two."}
     first, last = points[0], points[-1]
     sign = -1 if name in LOSS else 1
     best = max(points, key=lambda point: sign * point.value)
@@ -134,10 +135,8 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
 
 def points_of(run: Curves, name: str, scores: TaskScores) -> list[Point]:
     """Returns the points of a metric, by evaluations or by blocks of steps."""
-    return held_out_points(run, name, scores) if is_held_out(name) else training_points(run, name)
-
-
-def held_out_points(run: Curves, name: str, scores: TaskScores) -> list[Point]:
+    if not is_held_out(name):
+        return training_points(run, name)
     ends = intervals(run, name)
     points = []
     for step, x in zip(*run[name], strict=True):
@@ -162,14 +161,13 @@ def training_points(run: Curves, name: str) -> list[Point]:
 
 
 def difference(first: Point, last: Point) -> Interval:
-    """Returns the 95% interval of last - first: paired if both are known for the same problems, 30 or more.
+    """Returns the 95% interval of last - first: paired if both are known for the same problems.
 
     A share can neither fall below 0 nor rise above 1, so its interval ends there.
     """
-    tasks = list(first.by_task)
-    if len(tasks) >= FEW_TASKS and first.by_task.keys() == last.by_task.keys():
-        before, after = (np.array([point.by_task[task] for task in tasks]) for point in (first, last))
-        estimate = paired_bootstrap(before, after)
+    if first.by_task and first.by_task.keys() == last.by_task.keys():
+        before, after = (np.array([point.by_task[task] for task in first.by_task]) for point in (first, last))
+        estimate = paired_difference(before, after)
         if estimate["low"] is not None:
             return estimate["low"], estimate["high"]
     low, high = independent_difference(first, last)

@@ -94,6 +94,23 @@ def test_tokens_are_those_of_rows_in_step(kind, settings, monkeypatch):
             assert on_pages.num_recomputed.sum() > len(PROMPTS) * G, "rows are put aside"
 
 
+@pytest.mark.parametrize("length", [9, 12, 17, 30])
+def test_forced_answer_is_longer_than_a_segment(length):
+    """In step and over pages it is whole, up to the limit of a completion."""
+    answer = list(range(60, 60 + length))
+    sampler = replace(sampler_of("full", force_answer_at=17, forced_answer=lambda reply: answer), stop_ids=())
+    assert sampler.segments() == [13, 9, 8]
+    found = [
+        each.generate(weights_of(sampler), PROMPTS, POSITIONS, G, KEY)
+        for each in (sampler, replace(sampler, make_chain=PagedChain, paging=PAGING["few"]))
+    ]
+    assert_same(*found[::-1], atol=3e-5)
+    for row, start in enumerate(found[0].prompt_lengths + LIMIT - 17):
+        written = found[0].tokens[row, start : start + 17]
+        assert written[:length].tolist() == answer[:17]
+        assert found[0].mask[row, start : start + 17].tolist() == [False] * min(length, 17) + [True] * (17 - length)
+
+
 def assert_same(on_pages: Completions, in_step: Completions, atol: float) -> None:
     """A number of an int8 cache is rounded up in one program and down in another: `atol` of log-probabilities."""
     for name in ("tokens", "mask", "lengths", "finished"):

@@ -1,13 +1,14 @@
 """--task_sampling bins: weights and tasks equal a loop over a written history, and resume to the bit."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from core.extensions.bins import bin_weights
+from core.extensions.bins import TaskBins, bin_weights
+from core.records import Progress
 from envs import make_env
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, checksum, records
@@ -41,7 +42,7 @@ def data(tmp_path_factory) -> Path:
     """A reward, and rows of three bins of different sizes."""
     folder = tmp_path_factory.mktemp("data")
     rows = [
-        {"prompt": f"{level} {i}", "level": level, "share": share}
+        {"prompt": f"{level} {i}", "level": level, "share": share, "seen": i or None}
         for level, share in SHARES.items()
         for i in range(20 if level == "some" else 40)
     ]
@@ -62,7 +63,7 @@ def loop(folder: Path, data: Path, num_steps: int) -> None:
     for task in range(env.num_tasks):
         of_bin[env.problem(task).answer["level"]].append(task)
     names = sorted(of_bin)
-    solved, rollouts, taken = np.zeros(3), np.zeros(3), dict.fromkeys(names, 0)
+    solved, rollouts, taken = np.zeros(3), np.zeros(3), Counter()
     metrics = {row["global_step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     last_cursor = 0
     for step in range(1, num_steps + 1):
@@ -80,22 +81,19 @@ def loop(folder: Path, data: Path, num_steps: int) -> None:
         for row in read_jsonl(folder / f"rollouts/step_{step}.jsonl"):
             groups[row["group"]].append(row)
         solved, rollouts = 0.95 * solved + 1, 0.95 * rollouts + 2
-        drawn, seen = [], dict.fromkeys(names, 0)
-        for name in names:  # a bin that would end within the step begins again
-            count, size = (bins == names.index(name)).sum(), len(of_bin[name])
-            if taken[name] % size + count > size:
-                taken[name] = (taken[name] // size + 1) * size
+        drawn = []
         for group in range(cursor - last_cursor):
             name, rows = names[bins[group]], groups[group]
-            place = taken[name] + seen[name]
-            seen[name] += 1
-            order = np.random.default_rng((0, place // len(of_bin[name]))).permutation(len(of_bin[name]))
-            drawn.append(of_bin[name][order[place % len(of_bin[name])]])
-            assert {row["task"] for row in rows} == {drawn[-1]}
+            (task,) = {row["task"] for row in rows}
+            assert task in of_bin[name]
+            drawn.append(task)
             solved[names.index(name)] += sum(row["correct_answer"] for row in rows)
             rollouts[names.index(name)] += len(rows)
         assert len(set(drawn)) == len(drawn), "no task twice in a step"
-        taken = {name: taken[name] + seen[name] for name in names}
+        taken.update(drawn)
+        for tasks in of_bin.values():
+            counts = [taken[task] for task in tasks]
+            assert max(counts) - min(counts) <= 1, "each once before any comes again"
         last_cursor = cursor
 
 
@@ -135,6 +133,7 @@ def test_tasks_do_not_depend_on_the_rows_of_a_call(whole, data, tmp_path):
     [
         ({"env_options": "path={data}/rows.jsonl,bin=levle"}, "bin=levle"),
         ({"env_options": "path={data}/rows.jsonl"}, "has no bins"),
+        ({"env_options": "path={data}/rows.jsonl,bin=seen"}, "no such column, or no value in it"),
         ({"groups_per_batch": 9}, "bin some of dataset has"),
         ({"rollouts_from": "runs/x"}, "leave out --task_sampling bins"),
     ],
@@ -143,6 +142,31 @@ def test_bins_that_are_not_there_fail_before_the_run(options, words, data, tmp_p
     assert train(tmp_path / "run", data, **{name: str(x).format(data=data) for name, x in options.items()}) == 2
     assert words in capsys.readouterr().err
     assert not records(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("size", "max_groups"), [(10, 4), (12, 5), (40, 16), (6, 6)])
+def test_tasks_of_a_bin_come_once_before_any_again(size, max_groups):
+    """Whatever part of a step's groups is needed; the order differs between epochs."""
+    bins = TaskBins({"a": np.arange(size), "b": np.arange(size, 2 * size)}, 0, group_size=8, max_groups=max_groups)
+    drawn, counts = {"a": [], "b": []}, {name: [4.0, 8.0, 0] for name in "ab"}
+    for step in range(100):
+        chosen = bins.choose(Progress(step=step, memory={"bins": counts}))
+        assert len(set(chosen.tasks.tolist())) == max_groups
+        for task in chosen.tasks[: step % max_groups + 1].tolist():
+            drawn["ab"[task // size]].append(task)
+        counts = {name: [4.0, 8.0, len(tasks)] for name, tasks in drawn.items()}
+    for number, tasks in enumerate(drawn.values()):
+        epochs = [tasks[i : i + size] for i in range(0, len(tasks), size)]
+        assert all(sorted(epoch) == [*range(number * size, (number + 1) * size)] for epoch in epochs[:-1])
+        assert (epochs[0] == epochs[1]) == (size == max_groups)
+
+
+def test_bins_are_named_by_values(tmp_path):
+    rows = [{"prompt": f"P{i}", "answer": "1", "level": level} for i, level in enumerate([1, 1.0, 2, "2", 2.5, "low"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ["dataset", "dataset-valid", "dataset-test"]
+    found = [make_env(name, path=str(tmp_path / "rows.jsonl"), bin="level").bins() for name in names]
+    assert sorted(sum(found, [])) == ["1", "1", "2", "2", "2.5", "low"]
 
 
 def test_weights_are_chances_of_signal_with_a_floor():

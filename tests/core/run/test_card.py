@@ -34,9 +34,10 @@ def blocks(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("model_dir", "base_model"), [("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), ("models/tiny", None)])
-def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model):
-    data = HubCard(card_of(model_dir=model_dir).render(Progress(3), {})).data
-    assert (data.base_model, data.library_name, data.pipeline_tag) == (base_model, "transformers", "text-generation")
+@pytest.mark.parametrize(("lora_rank", "library"), [(0, "transformers"), (8, "peft")])
+def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model, lora_rank, library):
+    data = HubCard(card_of(model_dir=model_dir, lora_rank=lora_rank).render(Progress(3), {})).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == (base_model, library, "text-generation")
     assert data.tags == ["grpo", "reinforcement-learning", "lmpo"]
 
 
@@ -92,6 +93,8 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     correct = ["12.3% [10.0%, 15.0%] (step 0)", "75.0% [70.0%, 80.0%] (step 20)"]
     assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
     assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
+    once = {name: (steps[:1], column[:1]) for name, (steps, column) in run.items()}
+    assert "-1 [-1.25, -0.75] (step 0) | not evaluated again |" in card_of(**HELD_OUT).render(Progress(3), once)
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
 
 
