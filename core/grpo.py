@@ -91,10 +91,8 @@ def main(config: Config) -> None:
         run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
         rollouts = Rollouts(config, workers["env"], learner, bins)
         if config.ahead:
-            collecting = partial(collect, bins=bins)
-            rollouts = AheadRollouts(
-                config, workers["env"], learner, collect=collecting, fraction_done=fraction_done, stack=run.stack
-            )
+            how = {"collect": partial(collect, bins=bins), "fraction_done": fraction_done}
+            rollouts = AheadRollouts(config, workers["env"], learner, **how, stack=run.stack, signals=run.signals)
         if config.update.rollouts_from:
             rollouts = StoredRollouts(config, workers["env"], groups_with_signal)
         train(config, run, workers, rollouts, learner, state, progress)

@@ -228,6 +228,12 @@ def test_the_tests_install_what_environments_need():
     assert others and all(f"\n{line}" in tested for line in others)
 
 
+def test_user_without_a_home_has_the_current_folder():
+    """Neither HOME nor an entry in the list of users, as in a container."""
+    code = "import os, pwd; del os.environ['HOME']; pwd.getpwuid = {}.__getitem__; import utils.settings.packages\n"
+    assert run(f"{code}print(os.path.expanduser('~/x'))") == f"{ROOT}/x\n"
+
+
 def test_no_package_takes_the_name_of_a_standard_module():
     assert not {part for name in FILES for part in name.split(".")} & sys.stdlib_module_names
     assert not (ROOT / "__init__.py").exists(), "the root is no package"
