@@ -2,7 +2,6 @@
 
 from core.advantages import ObjectiveConfig
 from core.config import Config
-from core.extensions.stored import describe_stored
 from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.shaping import reward_names
@@ -22,7 +21,7 @@ def training_notes(
 ) -> list[str]:
     """Returns a line for each decision about memory, loss, optimizer and rollouts.
 
-    Raises: UserError for parts of the reward and for stored rollouts that are not there.
+    Raises: UserError for parts of the reward that are not there.
     """
     notes = (
         *learner.notes,
@@ -33,7 +32,6 @@ def training_notes(
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
-        describe_stored(config, worker.tokenizer),
         describe_limits(learner),
     )
     return list(filter(None, notes))

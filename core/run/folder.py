@@ -159,9 +159,8 @@ class Run:
         self.new_data: dict[str, list[JSON]] = {}
         options = options_of(type(settings))
         if self.checkpoints.steps:
-            resumable = {name for name, known in options.items() if known.resumable}
             file = self.directory / "config.json"
-            self.new_settings = check_settings(file, self.settings, self.config.resume, resumable)
+            self.new_settings = check_settings(file, self.settings, self.config.resume, options)
         self.rules = parse_rules(self.config.stop_at)
         self.keeps_best = self.config.save_best or bool(self.rules)  # by SELECTION_SCORE
         self.keeps_scores = not any(options[name].group in SCORED for name in self.new_settings)

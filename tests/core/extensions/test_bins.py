@@ -136,7 +136,6 @@ def test_tasks_do_not_depend_on_the_rows_of_a_call(whole, data, tmp_path):
         ({"env_options": "path={data}/rows.jsonl,bin=levle"}, "bin=levle"),
         ({"env_options": "path={data}/rows.jsonl"}, "has no bins"),
         ({"groups_per_batch": 9}, "bin some of dataset has"),
-        ({"rollouts_from": "runs/x"}, "leave out --task_sampling bins"),
     ],
 )
 def test_bins_that_are_not_there_fail_before_the_run(options, words, data, tmp_path, capsys):

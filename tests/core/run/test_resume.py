@@ -501,6 +501,19 @@ def test_run_with_an_option_that_is_gone_resumes_only_by_force(tmp_path, capsys)
     assert "gone was 2" in capsys.readouterr().out
 
 
+def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
+    """One that is gone, and was off, changes nothing."""
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["temperature"], settings["lr"]
+    file.write_text(json.dumps(settings | {"gone": "", "removed": False}))
+    small_run(tmp_path).release()
+    with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
+        small_run(tmp_path, temperature=0.5)
+
+
 def run_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["run"]
 
