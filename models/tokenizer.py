@@ -39,7 +39,6 @@ THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_think
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_TEMPLATE = 10**6  # bytes of a chat template
-MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # contents of messages that test what a template does
 UNREAD = {"role": REPLY, "content": TURN}  # replaces a sampled reply, which templates do not render
@@ -538,7 +537,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     files = {}
     for name in names:
         check_link(folder, name)
-        with open_file(folder / name, MAX_TEMPLATE if name == CHAT_TEMPLATE else MAX_JSON_BYTES) as file:
+        with open_file(folder / name) as file:
             files[name] = file.read()
         if name.endswith(".json"):
             parse_object(folder / name, files[name])
@@ -613,7 +612,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
         )
-    with open_file(file, MAX_JSON_BYTES) as opened:
+    with open_file(file) as opened:
         return parse_object(file, opened.read())
 
 

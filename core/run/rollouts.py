@@ -127,7 +127,7 @@ def read_episodes(file: Path) -> Episodes:
     Raises: UserError if the files do not fit together, or if a program began conversations anew.
     """
     arrays = read_rollouts(file)
-    rows = [row for _, row in read_lines(file.with_suffix(".jsonl"), most=0)]
+    rows = [row for _, row in read_lines(file.with_suffix(".jsonl"))]
     num_rows, width = arrays["tokens"].shape
     for name in ("logprobs", "finished", "failed", "groups", "returns"):
         expected = (num_rows, width)[: 1 + (name == "logprobs")]

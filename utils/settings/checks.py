@@ -1,4 +1,4 @@
-"""Checks of what comes from outside, and may be hostile: files, numbers, YAML. envs/ and all others read by these."""
+"""Checks of settings and files from outside: numbers, passwords, kinds of files, YAML. envs/ and all others read by these."""
 
 import os
 import re
@@ -8,7 +8,6 @@ from typing import BinaryIO, TypeVar
 
 from utils.settings.errors import UserError
 
-MAX_TEXT = 1 << 26  # bytes
 HIDDEN = "***"  # stands for a password
 KEYS = "password|passwd|pwd|token|secret|api_?key|access_?key|signature"
 PASSWORD = re.compile(rf"(://[^\s:/?#@]*:)(?!\d+/)[^\s,]+(?=@)|([?&][\w-]*(?:{KEYS})=)[^\s&,]+", re.IGNORECASE)
@@ -29,21 +28,14 @@ def check_number(name: str, value: float) -> None:
         raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
 
 
-def open_file(path: str | Path, most: int = 0) -> BinaryIO:
-    """Opens a file of others to read.
-
-    Raises: UserError for a pipe or a device, which might never end, and for more than `most` bytes (0: no limit);
-    OSError.
-    """
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a file to read. Raises: UserError for a pipe or a device, which might never end; OSError."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # which waits for no writer of a pipe
-    status = os.fstat(file.fileno())
-    kind = stat.S_IFMT(status.st_mode)
-    if kind == stat.S_IFREG and (not most or status.st_size <= most):
+    kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
+    if kind == stat.S_IFREG:
         return file
     file.close()
-    if kind != stat.S_IFREG:
-        raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
-    raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read: name a smaller file")
+    raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
 
 
 def hide_passwords(value: T) -> T:
@@ -58,9 +50,9 @@ def check_password(name: str, value: object) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file. Raises: UserError for one that is not UTF-8, or too long."""
+    """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
     try:
-        with open_file(path, MAX_TEXT) as file:
+        with open_file(path) as file:
             return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
