@@ -1,4 +1,4 @@
-"""Checks of settings and files from outside: numbers, passwords, kinds of files, YAML. envs/ and all others read by these."""
+"""Checks of what comes from outside: numbers, passwords, kinds of files, YAML. envs/ and all others read by these."""
 
 import os
 import re
