@@ -2,8 +2,7 @@
 
     python recipes/offline/train.py --config configs/demo.py --config configs/cispo.py --rollouts_from runs/first
 
-Their weights are older than the policy's, so the loss reads the sampler's log-probabilities as the old ones, or weighs
-tokens by --importance_correction.
+Their weights are older: old log-probabilities are the sampler's, or tokens are weighted by --importance_correction.
 """
 
 import gc
@@ -29,8 +28,9 @@ from core.run.folder import Run, settings_of_model
 from core.run.rollouts import read_episodes
 from models.state import TrainState
 from utils.devices.startup import ending_together
+from utils.metrics.jsonl import read_json
 from utils.runs.origin import read_settings
-from utils.runs.resume import changed_settings, read_before
+from utils.runs.resume import changed_settings
 from utils.settings.config import options_of, parse
 from utils.settings.errors import UserError, refuse, user_errors
 from utils.settings.options import option
@@ -85,7 +85,7 @@ class OfflineRun(Run):
         changes = changed_settings(settings, self.settings, options, free)
         for segment in origin.get("segments", ()):  # which --resume force changed on the way
             changes |= {x: values for x, values in segment["changed"].items() if x not in free} | segment["data"]
-        data = read_before(stored / "data.json", "data")
+        data = read_json(stored / "data.json")
         changes |= {x: [data[x], value] for x, value in self.fingerprints.items() if data.get(x, value) != value}
         for what, (old, new) in changes.items():
             was, now = f"--rollouts_from {name} was sampled with another {what}", f"{old!r}, and {new!r} now"
