@@ -4,13 +4,11 @@ Nearly all of the time would be compilation: programs are compiled with few opti
 workers and the next time. `make test-all` compiles them as they are used.
 """
 
-import atexit
 import gc
 import importlib.metadata
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +26,6 @@ QUICK_COMPILATION = (
 
 os.environ.update(SETTINGS | os.environ)  # before JAX is imported, which reads them then
 os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="lmpo-states-")  # runs of tests are none of the user's
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 is_known = importlib.metadata.version("jaxlib").startswith("0.10.")  # XLA ends the process for flags that it has not
 if is_known and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {os.environ.get('XLA_FLAGS', '')}".strip()

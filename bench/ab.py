@@ -126,8 +126,7 @@ class Side(NamedTuple):
         config = parse(Config, self.arguments(seed), spellings=LMPO, implied=settings_of_model)
         if (folder / "config.json").is_file():
             settings = to_dict(config) | {"model_dir": resolve_model_dir(config.model_dir)}
-            resumable = {name for name, known in options_of(Config).items() if known.resumable}
-            check_settings(folder / "config.json", settings, "auto", resumable)
+            check_settings(folder / "config.json", settings, "auto", options_of(Config))
             if config.max_steps in by_steps(read_metrics(folder / "metrics.jsonl"), metric):
                 return folder
         clock = time.monotonic()

@@ -32,13 +32,13 @@ import jax
 
 from core.chat.models import ChatCommand, ChatModel, load_chat_models
 from core.chat.terminal import Model, ShowText
-from core.run.foreign import find_run, settings_with_code
+from core.eval import find_run
 from envs import make_env, test_name
 from envs.agents.protocol import BadRequest
 from envs.agents.server import JSON, Caller, Response, Server, StreamingResponse
 from envs.base import Env
 from envs.scoring.scorer import Scorer
-from envs.settings import EnvConfig
+from envs.settings import EnvConfig, code_settings
 from models.messages import Message
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.terminal import lowered_program
@@ -227,10 +227,12 @@ def serve(models: Sequence[PageModel], port: int, examples: Sequence[str] = ()) 
 
 
 def trained_settings(name: str) -> EnvConfig | None:
-    """Returns the environment that a model was trained on; None if it is unknown, or would run code of others."""
+    """Returns the environment that a model was trained on; None if it is unknown, or runs code, with a line on that."""
     settings = find_run(name)[1] or demo_of_tiny({"model_dir": name}, is_announced=False)
     first, _, _ = str(settings.get("env_name", "")).partition(",")
-    if not first or settings_with_code(settings):
+    if code := code_settings(settings):
+        print(f"{name} was trained with --{' and --'.join(code)}, which runs code: the page offers no problems")
+    if not first or code:
         return None
     return EnvConfig(first.strip(), str(settings.get("env_options", "")), str(settings.get("data_dir", "")))
 

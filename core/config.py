@@ -51,9 +51,11 @@ class Config:
     devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
+    samples = True  # False: rollouts are read from files, in recipes/offline
+
     def __post_init__(self):
         update, objective, sampling, kv_dtype = self.update, self.objective, self.sampling, self.compute.kv_dtype
-        older = "--rollouts_from" if update.rollouts_from else "--ahead 1" if self.ahead else ""
+        older = self.older_by
         is_uncorrected = older != "" and not objective.corrections.is_corrected
         check_distillation(self.distill, objective.advantage, update.group_size)
         refuse([
@@ -93,9 +95,14 @@ class Config:
         ])  # fmt: skip
 
     @property
+    def older_by(self) -> str:
+        """Returns the option by which rollouts are of older weights than the policy's; empty: they are of its own."""
+        return "--ahead 1" if self.ahead else ""
+
+    @property
     def trusts_sampler(self) -> bool:
         """True if old log-probabilities are the sampler's: as asked for, or of older rollouts that nothing corrects."""
-        is_older = self.ahead > 0 or self.update.rollouts_from != ""
+        is_older = self.older_by != ""
         return self.update.do_inference_logprobs or (is_older and not self.objective.corrections.is_corrected)
 
     @property

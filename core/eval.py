@@ -21,15 +21,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.rollout import evaluate, make_worker
-from core.run.foreign import check_code, find_run
 from core.run.rollouts import write_samples
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from envs.base import DIALECTS, Env, Problem, Reply
 from envs.prompts import Encode, prompt_lengths
 from envs.scoring.shaping import RewardConfig
-from envs.settings import EnvConfig, RolloutSettings, also_evaluated, as_held_out, check_files, resolve_settings
-from models.checkpoint import find_checkpoints, load_model
+from envs.settings import (
+    EnvConfig,
+    RolloutSettings,
+    also_evaluated,
+    as_held_out,
+    check_code,
+    check_files,
+    resolve_settings,
+)
+from models.checkpoint import find_checkpoints, find_local, load_model
 from models.memory import sampling_room
 from models.messages import tool_schema
 from utils.devices.sharding import Layout
@@ -91,7 +98,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
     For models/tiny they are the demo's. Settings that do not change results, such as rows per call, are not taken over.
-    Raises: UserError for another user's run that would run code.
+    Raises: UserError for one that runs code and that the options do not name.
     """
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained:
@@ -106,10 +113,24 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     env = {field.name for field in fields if field.group == "env"}
     sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
     inherited = {name: x for name, x in trained.items() if name in env | sampling}
-    taken = inherited.keys() - options.keys()
-    check_code(run, trained, taken)
+    taken = {name: value for name, value in inherited.items() if name not in options}
+    check_code(f"{run}/config.json", taken)
     name_source(run, taken)
     return inherited
+
+
+def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
+    """Returns the folder and the settings of the first run that one of the models is of; both empty without any.
+
+    The config.json of a run records its origin, and the run holds the model. Raises: UserError if that file is damaged.
+    """
+    folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
+    for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:
+        if (path / "best").is_dir() or any(path.glob("step*/")):
+            settings, origin = read_settings(path / "config.json")
+            if "env_name" in settings and origin:
+                return str(path), settings
+    return "", {}
 
 
 def name_source(run: str, names: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,6 @@ from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.bins import TaskBins, make_bins
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
-from core.extensions.stored import StoredRollouts
 from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
@@ -60,10 +59,12 @@ from utils.settings.lmpo import LMPO
 from utils.threefry import make_key
 
 
-def main(config: Config) -> None:
+def main(
+    config: Config, run_class: type[Run] = Run, make_rollouts: "Callable[..., Rollouts] | None" = None
+) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
-    run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
+    run = run_class(config, layout, environments)  # locks its folder, and checks what it resumes, before models
     # With --lora_rank, `base` is the frozen model, `params` are adapters (models/lora.py): updates change these, and
     # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
     model, base, params, tokenizer = load_policy(
@@ -87,15 +88,11 @@ def main(config: Config) -> None:
         notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params, workers["env"])]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         workers = with_few_shapes(workers)
+        rollouts = (make_rollouts or Rollouts)(config, workers["env"], learner, bins)
         run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
-        rollouts = Rollouts(config, workers["env"], learner, bins)
         if config.ahead:
-            collecting = partial(collect, bins=bins)
-            rollouts = AheadRollouts(
-                config, workers["env"], learner, collect=collecting, fraction_done=fraction_done, stack=run.stack
-            )
-        if config.update.rollouts_from:
-            rollouts = StoredRollouts(config, workers["env"], groups_with_signal)
+            how = {"collect": partial(collect, bins=bins), "fraction_done": fraction_done}
+            rollouts = AheadRollouts(config, workers["env"], learner, **how, stack=run.stack, signals=run.signals)
         train(config, run, workers, rollouts, learner, state, progress)
 
 
@@ -103,7 +100,7 @@ def train(
     config: Config,
     run: Run,
     workers: Mapping[str, RolloutWorker],
-    rollouts: "Rollouts | AheadRollouts | StoredRollouts",
+    rollouts: "Rollouts | AheadRollouts",
     learner: Learner,
     state: TrainState,
     progress: Progress,

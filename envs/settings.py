@@ -1,7 +1,10 @@
 """Environments of a run and how each is played: resolved once from settings, environment and training."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,7 +29,8 @@ from utils.settings.options import option
 LIMITS = ("num_generation_tokens", "force_answer_at")  # limits that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
 GRADING = {"form", "partial"}  # options by which --also_eval grades the same replies again
-CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run the user's code; the safe value
+CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run code: the value that runs none
+CODE_INSIDE = re.compile(rf"\b({'|'.join(CODE)})\s*=\s*([^,()]*)")  # such an option in a text of options, nested or not
 FILES = ("data_dir", *REWARDS, "episode", "agent", "agent_processes")  # flags of environments with such options
 
 
@@ -74,8 +78,11 @@ class EnvConfig:
     def settle(options: Mapping[str, Value], presets: Mapping[str, str]) -> dict[str, Value]:
         """Returns --env_options of a preset without those that an --env_name above it does not take, and prints which.
 
-        Raises: UserError for options of a preset that its own environment does not take.
+        Raises: UserError for options of a preset that its own environment does not take, and for one that would run
+        code unless the preset is Python: a config.json names no code.
         """
+        for file in sorted({file for file in presets.values() if file and Path(file).suffix != ".py"}):
+            check_code(file, {name: value for name, value in options.items() if presets.get(name) == file})
         name, text, preset = options.get("env_name"), options.get("env_options"), presets.get("env_options")
         if not (name and text and preset):
             return {}
@@ -113,13 +120,23 @@ class EnvConfig:
         return {key: value for key, value in options.items() if key in inherited}
 
 
-def option_values(settings: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
-    """Yields the flag, the name and the value of each option of environments that the settings of a run set."""
-    for flag in FILES:
-        yield flag, flag, str(settings.get(flag, ""))
-    for flag in ("env_options", "test_env_options"):
-        for name, value in parse_options(str(settings.get(flag, "")), f"--{flag}").items():
-            yield flag, name, str(value)
+def code_settings(settings: Mapping[str, Value]) -> dict[str, str]:
+    """Returns the settings that run code, by an option of an environment inside of them too."""
+    found = {}
+    for name, text in settings.items():
+        options = [(name, text), *CODE_INSIDE.findall(text)] if isinstance(text, str) else []
+        if any(value.strip() not in ("", CODE.get(option, value)) for option, value in options):
+            found[name] = text
+    return found
+
+
+def check_code(file: str, settings: Mapping[str, Value]) -> None:
+    """Raises UserError for the first of the settings in a file that runs code."""
+    for name, value in code_settings(settings).items():
+        raise UserError(
+            f"{file} sets --{name} {value}, which runs code, and only a command may name code: if you trust it, add "
+            f"--{name} {shlex.quote(value)}"
+        )
 
 
 def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:

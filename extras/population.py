@@ -226,7 +226,6 @@ def check_members(configs: Mapping[str, Config]) -> None:
             (config.ahead, "--ahead works in a single run only: leave it out of a population"),
             (config.update.task_sampling == "bins",
              "--task_sampling bins works in a single run only: leave it out of a population"),
-            (config.update.rollouts_from, "--rollouts_from works in a single run only: leave it out of a population"),
             (config.distill.teacher, "--teacher works in a single run only: leave it out of a population"),
             (config.run.profile, "--profile traces a single run only: leave it out of a population"),
             (asks_for_wandb(config.run),

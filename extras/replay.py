@@ -30,12 +30,11 @@ from core.config import Config
 from core.records import Completions, Episodes, first_rows
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
-from core.run.foreign import check_code
 from core.run.rollouts import read_rollouts, transcript
 from core.sampler import row_keys, sample_keys
 from core.terms.turn_rewards import turn_numbers
 from envs.scoring.scorer import ScoringStream
-from envs.settings import EnvConfig, resolve_settings
+from envs.settings import EnvConfig, check_code, resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
 from models.memory import sampling_room
@@ -71,7 +70,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True)
 class ReplayCommand:
-    """Replay of an episode. The settings come from its run; its code is named if the run is of others."""
+    """Replay of an episode. The settings come from its run; those that run code are named here."""
 
     episode: EpisodeConfig = group(EpisodeConfig)
     env: EnvConfig = group(EnvConfig)
@@ -166,11 +165,11 @@ def replay(
     """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
 
     `from_turn`: the first turn that is sampled anew, counted from 1; 0: the episode is sampled as it was.
-    Raises: UserError if it cannot be sampled again, or a run of others would run code that is not `named`.
+    Raises: UserError if it cannot be sampled again, or would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
     own = to_dict(config.env)
-    check_code(stored.run, own, [name for name, value in own.items() if named.get(name) != value])
+    check_code(f"{stored.run}/config.json", {name: x for name, x in own.items() if named.get(name) != x})
     print(f"as in {stored.run}: {printable(training_command(Config, to_dict(config)))}")
     folder = weights_before(stored, config)
     model, base, params, tokenizer = load_policy(folder, config.lora, config.seed, layout, **config.compute.arguments)

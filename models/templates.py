@@ -31,7 +31,6 @@ from jinja2.utils import Namespace
 from utils.settings.errors import describe_error
 
 SECONDS = 1  # CPU time of a rendering, with compilation before the first: published templates take milliseconds
-LOADING = 10  # seconds of CPU time for a tokenizer.json: the largest take 1 to 2
 MAX_BYTES = 1 << 30  # bytes of address space
 MAX_WRITTEN = 10**6  # characters that a template may write besides ten times its input
 PATIENCE = 60  # seconds by the clock, for a process that was stopped
@@ -68,14 +67,10 @@ class Renderer:
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         """Returns the text of a template. Raises: TemplateError."""
-        reply = self.exchange(["render", source, variables, self.time])
+        reply = self.exchange([source, variables, self.time])
         if "error" in reply:
             raise TemplateError(reply["error"])
         return reply["text"]
-
-    def try_tokenizer(self, file: Path, texts: Sequence[str]) -> str:
-        """Returns why a tokenizer.json cannot encode these texts within the limits; empty: it can."""
-        return self.exchange(["tokenize", str(file), texts]).get("error", "")
 
     def exchange(self, request: Sequence[Any]) -> dict[str, str]:
         """Returns the reply of the process, or the reason why it ended; starts the process if there is none."""
@@ -141,17 +136,16 @@ def serve() -> None:
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin.buffer:
-        name, *arguments = json.loads(line)
-        reply = answer(name, arguments, MAX_WRITTEN + 10 * len(line))
+        reply = answer(json.loads(line), MAX_WRITTEN + 10 * len(line))
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def answer(name: str, arguments: Sequence[Any], most: int) -> dict[str, str]:
+def answer(arguments: Sequence[Any], most: int) -> dict[str, str]:
     """Returns the text of a template, or its error; SIGPROF ends the process after SECONDS."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        text = {"render": render, "tokenize": tokenize}[name](*arguments)
+        text = render(*arguments)
         if len(text) > most:
             raise MemoryError(f"it writes {len(text):,} characters, more than {most:,}")
         return {"text": text}
@@ -164,18 +158,6 @@ def answer(name: str, arguments: Sequence[Any], most: int) -> dict[str, str]:
 def render(source: str, variables: Mapping[str, Any], time: str) -> str:
     """Returns the text of a template at this time, or now if the time is empty."""
     return compile_template(source, time).render(**variables)
-
-
-def tokenize(file: str, texts: Sequence[str]) -> str:
-    """Encodes texts within SECONDS, however large the tokenizer is; returns an empty text."""
-    from tokenizers import Tokenizer
-
-    signal.setitimer(signal.ITIMER_PROF, LOADING)
-    tokenizer = Tokenizer.from_file(file)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    for text in texts:
-        tokenizer.encode(text)
-    return ""
 
 
 @lru_cache(maxsize=8)

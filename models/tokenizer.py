@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Int
 from jinja2.exceptions import TemplateError
 
-from models.growth import MAX_TEXT, check_growth
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
 from models.templates import render_apart
 from utils.settings.checks import open_file
@@ -40,7 +39,6 @@ THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_think
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_TEMPLATE = 10**6  # bytes of a chat template
-MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # contents of messages that test what a template does
 UNREAD = {"role": REPLY, "content": TURN}  # replaces a sampled reply, which templates do not render
@@ -52,7 +50,6 @@ class Tokenizer:
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
-    growth: float = 1.0  # characters that one may become before it is a token
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -99,12 +96,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text; nothing is added before or after it."""
-        with self.bounds(text):
+        with named_failure(text):
             return self.hf.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a text, and the characters that each stands for."""
-        with self.bounds(text):
+        with named_failure(text):
             found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
@@ -114,19 +111,6 @@ class Tokenizer:
         first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
         is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
         return ids[first:] if is_apart else self.encode(text)
-
-    @contextlib.contextmanager
-    def bounds(self, text: str) -> Iterator[None]:
-        """Raises UserError for a text that may become too long for the memory, and for what tokenizers raise at it."""
-        if len(text) * self.growth > MAX_TEXT:
-            size = f"{len(text):,} characters, and the tokenizer may make {self.growth:,.0f} of each"
-            raise UserError(f"a text has {size}, more than {MAX_TEXT:,} in all: shorten it")
-        try:
-            yield
-        except BaseException as error:  # the block holds only calls of the library
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # cannot be imported
-                raise
-            raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
 
     @cached_property
     def first_ids(self) -> list[int]:
@@ -519,6 +503,17 @@ def check_shown(
                 )
 
 
+@contextlib.contextmanager
+def named_failure(text: str) -> Iterator[None]:
+    """Raises UserError for what the library of tokenizers raises at a text."""
+    try:
+        yield
+    except BaseException as error:  # the block holds only calls of the library
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # cannot be imported
+            raise
+        raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
+
+
 def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:
     """Returns the ids in generation_config.json that end a completion, as they are written there."""
     generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
@@ -539,14 +534,13 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     names = [name for name in FILES if (folder / name).is_file()]
     if not {*VOCABULARIES} & {*names}:
         raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
-    files, contents = {}, {}
+    files = {}
     for name in names:
         check_link(folder, name)
-        with open_file(folder / name, MAX_TEMPLATE if name == CHAT_TEMPLATE else MAX_JSON_BYTES) as file:
+        with open_file(folder / name) as file:
             files[name] = file.read()
         if name.endswith(".json"):
-            contents[name] = parse_object(folder / name, files[name])
-    growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
+            parse_object(folder / name, files[name])
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
     except BaseException as error:  # errors of transformers and tokenizers; panics of the latter are no Exception
@@ -554,7 +548,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             raise
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
         raise UserError(message) from error
-    tokenizer = Tokenizer(hf, files, growth)
+    tokenizer = Tokenizer(hf, files)
     check_ids(tokenizer, folder, vocab_size)
     check_template(tokenizer, folder)
     return tokenizer
@@ -618,7 +612,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
         )
-    with open_file(file, MAX_JSON_BYTES) as opened:
+    with open_file(file) as opened:
         return parse_object(file, opened.read())
 
 

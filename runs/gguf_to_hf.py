@@ -57,6 +57,9 @@ FIELDS = {  # fields of config.json: fields of the metadata, behind the name of 
     "max_position_embeddings": "context_length",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")
+NEUTRAL = {  # fields that change no number: the size of the embedding, and facts about scaled rotary embeddings
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"
+}  # fmt: skip
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"  # by which the frequencies of Llama 3.1 and later are divided
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -164,11 +167,15 @@ def read_model(gguf: Gguf) -> Decoder:
         config[field] = value
     config["tie_word_embeddings"] = OUTPUT not in gguf.tensors
     model = Decoder(**read_config(config, gguf.path))
-    # Rotary embeddings of a part of each head, or scaled by another rule, are not converted.
-    for name, supported in (("rope.dimension_count", model.head_dim), ("rope.scaling.type", "none")):
-        value = gguf.metadata.get(f"{gguf.architecture}.{name}", supported)
-        if value != supported:
-            raise UserError(f"{gguf.path}: {gguf.architecture}.{name} is {value!r}, supported is {supported!r}")
+    # Of all other fields, one value is converted: rotary embeddings of a part of each head, or scaled, are not.
+    supported = {"rope.dimension_count": model.head_dim, "attention.value_length": model.head_dim}
+    supported |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0, "attention.causal": True}
+    for name, value in gguf.metadata.items():
+        architecture, _, field = name.partition(".")
+        if architecture == gguf.architecture and field not in {*FIELDS.values(), *NEUTRAL}:
+            if value != supported.get(field):
+                needed = f"supported is {supported[field]!r}" if field in supported else "which is not read"
+                raise UserError(f"{gguf.path}: {name} is {value!r}, {needed}: choose another file")
     if ROPE_FACTORS in gguf.tensors:
         model = replace(model, rope_scaling=read_scaling(gguf, model))
     return model

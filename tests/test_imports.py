@@ -59,6 +59,7 @@ LAW = {
     "recipes": ("recipes", "envs", *TASKS),  # environments, named in envs/__init__.py
     "recipes.games.make_player": ("recipes.games", "runs", "envs", *BELOW),
     "recipes.games.preset": ("configs",),
+    "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
@@ -226,6 +227,12 @@ def test_the_tests_install_what_environments_need():
     assert found in tested, "without a compiler, tests are installed all the same"
     others = re.findall(r"^[\w-]+>=[^\s;]+", environments, re.MULTILINE)
     assert others and all(f"\n{line}" in tested for line in others)
+
+
+def test_user_without_a_home_has_the_current_folder():
+    """Neither HOME nor an entry in the list of users, as in a container."""
+    code = "import os, pwd; del os.environ['HOME']; pwd.getpwuid = {}.__getitem__; import utils.settings.packages\n"
+    assert run(f"{code}print(os.path.expanduser('~/x'))") == f"{ROOT}/x\n"
 
 
 def test_no_package_takes_the_name_of_a_standard_module():

@@ -15,9 +15,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from core.config import Config
+from core.eval import EvalCommand
+from core.sft import SFTConfig
 from tests.helpers import write_one_layer
 from tests.local_hub import local_hub, put
 from tests.published import published
+from utils.settings.arguments import GONE
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
 
@@ -146,12 +149,18 @@ def test_what_requirements_do_not_bring_is_hidden(home):
     assert done.stdout == "[None, None, None]\n", done.stderr
 
 
-@pytest.mark.parametrize("flag", [flag for flag, spelling in LMPO.items() if isinstance(spelling, str)])
-def test_a_flag_that_did_nothing_is_refused_with_the_reason(flag, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        parse(Config, [f"--{flag}", "1"], spellings=LMPO)
-    pattern = f"error: --{flag} has no effect \\(.*\\): leave it out\n$"
-    assert re.match(pattern, capsys.readouterr().err)
+@pytest.mark.parametrize("config", [Config, SFTConfig, EvalCommand])
+def test_a_flag_that_is_gone_is_refused_with_the_reason(config, tmp_path, capsys):
+    """By all commands, and in a preset; in a config.json it may have been off."""
+    file = tmp_path / "config.json"
+    for flag, advice in GONE.items():
+        file.write_text(json.dumps({flag: "x"}))
+        for argv in ([f"--{flag}", "1"], [f"--{flag.replace('_', '-')}=1"], ["--config", str(file)]):
+            with pytest.raises(SystemExit, match="^2$"):
+                parse(config, argv)
+            assert re.search(rf"there is no option (--)?{flag}: {re.escape(advice)}", capsys.readouterr().err)
+    file.write_text(json.dumps(dict.fromkeys(GONE, "") | {"data": "rows.jsonl"} if config is SFTConfig else {}))
+    assert parse(config, ["--config", str(file)])
 
 
 @pytest.mark.parametrize("name", ["wandb_project", "wandb_name", "wandb_group"])

@@ -22,6 +22,7 @@ from models.decoder import cast_params
 from models.memory import sampling_room
 from models.names import ADAPTERS, Policy, Weights
 from models.state import TrainState
+from utils.runs.shutdown import Signals
 
 BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
 Collected = tuple[Episodes, int]  # rollouts, and the number of the next task
@@ -54,7 +55,8 @@ class AheadWorker(RolloutWorker):
 class AheadRollouts:
     """The rollouts of each step, sampled in a thread since the step before; see `Rollouts` of core/grpo.py.
 
-    Stops the sampling thread after its current segment when `stack` ends.
+    Stops the sampling thread after its current segment when `stack` ends. A signal of `signals` ends the run while it
+    waits for rollouts, and later only after the step: then the state that is saved has lost its weights.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class AheadRollouts:
     collect: Callable[[RolloutWorker, Weights, Config, Progress], Collected]
     fraction_done: Callable[[Config, RolloutWorker, Progress], float]
     stack: ExitStack
+    signals: Signals
 
     def __post_init__(self):
         self.cancelled = Event()
@@ -94,6 +97,7 @@ class AheadRollouts:
             "times/rollout_ahead": sum(episodes.times.values()),
         }
         progress = progress.after_step(cursor, len(episodes), episodes.memory)
+        self.signals.hold()
         jax.tree.map(lambda x: x.delete(), state.extra[BEHAVIOR])
         state = with_behavior(state, self.worker, self.learner)
         if self.fraction_done(self.config, self.worker, progress) < 1:

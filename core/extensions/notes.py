@@ -2,7 +2,6 @@
 
 from core.advantages import ObjectiveConfig
 from core.config import Config
-from core.extensions.stored import describe_stored
 from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.shaping import reward_names
@@ -23,7 +22,7 @@ def training_notes(
 ) -> list[str]:
     """Returns a line for each decision about memory, loss, optimizer and rollouts.
 
-    Raises: UserError for parts of the reward and for stored rollouts that are not there.
+    Raises: UserError for parts of the reward that are not there.
     """
     limits = limits_of(learner.layout, learner.model.dtype)  # by which speed/decode_roofline and update_roofline go
     notes = (
@@ -36,7 +35,6 @@ def training_notes(
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
         *(describe_whole(learner.model, worker.layout) if config.ahead and worker.layout != learner.layout else ()),
-        describe_stored(config, worker.tokenizer),
         f"a device was measured: {limits.describe()}" if limits else "",
     )
     return list(filter(None, notes))

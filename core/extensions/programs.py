@@ -75,7 +75,7 @@ def run_programs(
     largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     refills = group_counts(largest) if max_groups > largest else []
     sizes = {largest, *refills, max_groups % largest} - {0}
-    for num_prompts in sorted(sizes) if not config.update.rollouts_from else ():
+    for num_prompts in sorted(sizes) if config.samples else ():
         lists.append(rollout_programs(worker, params, num_prompts, group_size))
     for tester in (worker for role, worker in workers.items() if role.startswith("test_env")):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)

@@ -79,13 +79,18 @@ class ModelCard:
     segments: Sequence[RunSegment] = ()  # what --resume force changed
     version: str = field(default_factory=lambda: find_version())  # version of lmpo when the run begins
 
+    @property
+    def method(self) -> tuple[str, tuple[str, ...]]:
+        """Returns the method of the script, and its tags; commands of recipes train as core/grpo.py does."""
+        return METHODS.get(self.script, METHODS[GRPO])
+
     def render(self, progress: Progress, run: Curves) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
         name, changes = self.environments["env"].name, "\n".join(map(describe_segment, self.segments))
         card = TEMPLATE.format(
             mark=CARD_MARK,
             metadata=to_yaml(self.metadata()),
-            title=f"{name} by {METHODS[self.script][0]}, step {progress.step}",
+            title=f"{name} by {self.method[0]}, step {progress.step}",
             version=self.version,
             command=fenced("sh", training_command(self.config_class, self.settings, self.script)),
             changes=CHANGES.format(fenced("text", changes)) if changes else "",
@@ -96,7 +101,7 @@ class ModelCard:
 
     def metadata(self) -> dict[str, JSON]:
         """Returns the front matter, as the hub defines it; a base in a local folder has the name on its card."""
-        _, tags = METHODS[self.script]
+        _, tags = self.method
         library = "peft" if self.settings.get("lora_rank") else "transformers"
         metadata = {"library_name": library, "pipeline_tag": "text-generation", "tags": list(tags)}
         base_model = str(self.settings["model_dir"])

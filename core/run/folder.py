@@ -33,12 +33,11 @@ from core.run.fingerprints import (
     fingerprint_env,
     fingerprint_prompts,
 )
-from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_arrays, transcript
 from envs.base import Env, Problem
 from envs.scoring.scorer import Scorer
 from envs.scoring.shaping import reward_names
-from envs.settings import RolloutSettings, describe_environments
+from envs.settings import EnvConfig, RolloutSettings, as_held_out, code_settings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, model_steps, resolve_model_dir, save_model
 from models.memory import gigabytes
@@ -71,7 +70,7 @@ from utils.runs.stopping import STOPPED, check_rules, metric_names, parse_rules
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
-from utils.settings.errors import UserError, counted, describe_file_error
+from utils.settings.errors import UserError, counted, describe_file_error, is_installed
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
@@ -160,9 +159,8 @@ class Run:
         self.new_data: dict[str, list[JSON]] = {}
         options = options_of(type(settings))
         if self.checkpoints.steps:
-            resumable = {name for name, known in options.items() if known.resumable}
             file = self.directory / "config.json"
-            self.new_settings = check_settings(file, self.settings, self.config.resume, resumable)
+            self.new_settings = check_settings(file, self.settings, self.config.resume, options)
         self.rules = parse_rules(self.config.stop_at)
         self.keeps_best = self.config.save_best or bool(self.rules)  # by SELECTION_SCORE
         self.keeps_scores = not any(options[name].group in SCORED for name in self.new_settings)
@@ -246,7 +244,6 @@ class Run:
         if is_main:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
-            remember_code(self.directory, self.settings)
             self.logger = Logger(
                 self.directory,
                 resume_step=resume_step,
@@ -350,7 +347,8 @@ class Run:
             return "the same command"
         folder, command = str(self.directory), os.path.abspath(sys.argv[0])
         arguments = [python_command(), command, "--config", f"{folder}/config.json", "--save_dir", folder]
-        return f"`{shlex.join(arguments)}`"
+        arguments += ["--resume", "auto"] if self.config.resume == "never" else []
+        return f"`{shlex.join([*arguments, *words_of(code_settings(self.settings))])}`"
 
     @property
     def stopped_by(self) -> str:
@@ -691,23 +689,29 @@ class Run:
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
-        self.print(*next_commands(self.model_dir, model, is_played=bool(self.settings["env_name"])))
+        self.print(*next_commands(self.model_dir, model, self.settings))
 
 
-def next_commands(base: str, model: str, is_played: bool) -> list[str]:
+def next_commands(base: str, model: str, settings: Mapping[str, Value]) -> list[str]:
     """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores.
 
-    A run without an environment has no scores: core/eval.py would take its default environment.
+    A run without an environment has no scores: core/eval.py would take its default environment. Only commands whose
+    packages are installed are printed.
     """
     root = Path(os.path.relpath(Path(__file__).parents[2]))
-    commands = {
-        "chat:": ("core/sampling.py", "--ckpt_dir", model),
-        "side by side:": ("core/chat_web.py", "--ckpt_dir", f"{base},{model}"),
-    }
-    if is_played:
-        commands["evaluate:"] = ("core/eval.py", "--model_dir", model)
+    commands = {"chat:": ("core/sampling.py", "--ckpt_dir", model)}
+    if is_installed("starlette") and is_installed("uvicorn"):
+        commands["side by side:"] = ("core/chat_web.py", "--ckpt_dir", f"{base},{model}")
+    if settings["env_name"]:
+        played = {name: value for name, value in as_held_out(settings).items() if name in options_of(EnvConfig)}
+        commands["evaluate:"] = ("core/eval.py", "--model_dir", model, *words_of(code_settings(played)))
     lines = {name: [python_command(), str(root / file), *rest] for name, (file, *rest) in commands.items()}
     return [f"{name:<14}{shlex.join(line)}" for name, line in lines.items()]
+
+
+def words_of(settings: Mapping[str, str]) -> list[str]:
+    """Returns settings as words of a command."""
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 
 def python_command() -> str:

@@ -25,7 +25,7 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
         "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
     }
-    if np.any(episodes.completions.slot_steps):  # rollouts of --rollouts_from were not sampled here
+    if np.any(episodes.completions.slot_steps):  # stored rollouts were not sampled here
         metrics["rollout/tokens_per_second"] = float(lengths.sum() / episodes.times["rollout"])
     for name, x in episodes.scores.items():
         metrics.setdefault(f"env/{name}", float(x[is_graded].sum() / num_graded))

@@ -123,7 +123,7 @@ def read_episodes(file: Path) -> Episodes:
     Raises: UserError if the files do not fit together.
     """
     arrays = read_rollouts(file)
-    rows = [row for _, row in read_lines(file.with_suffix(".jsonl"), most=0)]
+    rows = [row for _, row in read_lines(file.with_suffix(".jsonl"))]
     shape, num_rollouts = arrays["tokens"].shape, len(arrays["tasks"])
     shapes = {"logprobs": shape, "finished": shape[:1]}
     for name in ("logprobs", "finished", "failed", "groups", "returns"):

@@ -5,29 +5,37 @@ Letters: N tasks, G samples of each.
 
 import inspect
 import json
+import os
+import re
+import shlex
 import shutil
-from contextlib import nullcontext
+import signal
+import subprocess
+import time
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from core import eval as evaluation
-from core.run.fingerprints import fingerprint_code
-from core.run.foreign import own_file, remember_code
+from core.chat_web import trained_settings
+from core.config import Config
+from core.dpo import DPOConfig
+from core.eval import EvalCommand
 from core.run.metrics import explained_variance
 from core.run.rollouts import json_or_text
+from core.sft import SFTConfig
 from envs import ENVS, find_class
 from envs.base import Env
-from envs.settings import CODE
+from envs.settings import CODE, EnvConfig
 from envs.style import Style, Styled
-from extras.replay import ReplayCommand, replay
+from extras.replay import ReplayCommand
 from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT, read_jsonl
+from tests.kill_runs import FLAGS, QUICK, arguments, reached, start
 from tests.oracles.enumeration import vote
 from utils.evaluation.estimates import (
     best_of_k,
@@ -38,8 +46,8 @@ from utils.evaluation.estimates import (
     task_estimates,
 )
 from utils.evaluation.tables import Result, compare_results, format_report, format_table
-from utils.settings.config import parse, with_options
-from utils.settings.errors import UserError, user_errors
+from utils.settings.config import options_of, parse, to_dict, with_options
+from utils.settings.errors import user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 
@@ -403,19 +411,6 @@ def test_held_out_options_of_a_run_are_taken_over(test_env, options, limit, tmp_
     assert [env_options, found] == [options, limit]
 
 
-def test_options_of_a_run_that_run_code_are_refused(tmp_path, capsys):
-    code = {
-        "env_name": "python",
-        "env_options": "",
-        "test_env_name": "python-test",
-        "test_env_options": "sandbox=off",
-    }
-    run = trained_run(tmp_path / "run", **code)
-    with pytest.raises(SystemExit):
-        settings_of("--model_dir", f"models/tiny,{run}/step2")
-    assert "if you trust the code, add --env_options 'sandbox=off'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -447,109 +442,130 @@ def test_explained_variance():
     assert explained_variance(np.ones((5, 1)), values, mask) == 0
 
 
-# Runs of others
+# Code that the folder of a run names
 
 HELPER = "from pathlib import Path\nPath('executed').touch()\ndef f(completion, **row): return 0.0\nclass G: pass\n"
-FOREIGN = {  # where the config.json lies, how the model is named, and the settings that would run helper.py
-    "a model with a reward": ("model", "model", {"reward": "x/helper.py:f"}, {}),
-    "a model in a folder with a config.json": (".", "model", {"reward": "x/helper.py:f"}, {}),
-    "the model of a run": (".", "step1", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
-    "the best model of a run": (".", "best", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
-    "a run": (".", ".", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
-    "an episode": (".", "step1", {"episode": "x/helper.py:G"}, {"lmpo": "0"}),
-    "a reward among the options": (".", "step1", {"env_options": "path=x/q.jsonl,reward=x/helper.py:f"}, {"lmpo": "0"}),
-    "an episode among them": (".", "step1", {"env_options": "path=x/q.jsonl,episode = x/helper.py:G"}, {"lmpo": "0"}),
-    "no sandbox": (".", "step1", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}, {"lmpo": "0"}),
-    "rollouts": (".", "", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
-    "rollouts with an episode": (".", "", {"env_options": "path=x/q.jsonl,episode=x/helper.py:G"}, {"lmpo": "0"}),
-    "rollouts without a sandbox": (".", "", {"env_name": "python", "env_options": "sandbox=off"}, {"lmpo": "0"}),
+ROWS, REWARD = "path=x/q.jsonl", "x/helper.py:f"
+HELD_OUT = {"test_env_name": "dataset-test"}
+CODE_SETTINGS = {  # the flag that has to be named, and the settings of a run
+    "a reward": ("reward", {"reward": REWARD}),
+    "an episode": ("episode", {"episode": "x/helper.py:G"}),
+    "a program": ("agent", {"env_name": "agent", "agent": "touch executed"}),
+    "a reward inside": ("env_options", {"env_options": f"{ROWS}, reward = {REWARD}"}),
+    "an episode inside": ("env_options", {"env_options": f"{ROWS},episode =x/helper.py:G"}),
+    "a program inside": ("env_options", {"env_name": "agent", "env_options": f"{ROWS},agent=touch executed"}),
+    "no sandbox": ("env_options", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}),
+    "replies graded again": ("env_options", {"env_options": f"{ROWS},regraded=dataset(reward={REWARD})"}),
+    "held-out problems": ("test_env_options", HELD_OUT | {"test_env_options": f"reward={REWARD}"}),
+    "others evaluated": ("also_eval", HELD_OUT | {"also_eval": f"dataset({ROWS},reward={REWARD})"}),
 }
+CONFIGS = {"core/grpo.py": Config, "core/sft.py": SFTConfig, "core/dpo.py": DPOConfig, "core/eval.py": EvalCommand}
 
 
 @pytest.fixture
-def foreign(tmp_path, monkeypatch):
-    """The folder x, downloaded: a run, its models and rollouts, and code; the current folder is the one around it."""
-    # No state of the user's is read.
+def run_folder(tmp_path, monkeypatch):
+    """The folder x: a run with a model and rollouts, and code beside it; the current folder is the one around it."""
+    # Relative paths of the settings begin here.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
-    for name in ("model", "step1", "best"):
-        shutil.copytree(MODEL, f"x/{name}")
+    shutil.copytree(MODEL, "x/step1")
     Path("x/rollouts").mkdir()
-    np.savez(
-        "x/rollouts/step_1.npz",
-        tokens=[[1]],
-        lengths=[1],
-        prompt_lengths=[0],
-        mask=[[1]],
-        tasks=[0],
-        places=[0],
-    )
+    arrays = {"tokens": [[1]], "lengths": [1], "prompt_lengths": [0], "mask": [[1]], "tasks": [0], "places": [0]}
+    np.savez("x/rollouts/step_1.npz", **arrays)
     Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
     Path("x/helper.py").write_text(HELPER)
     return tmp_path / "x"
 
 
 def write_settings(folder, **settings) -> dict:
-    """Writes a config.json over that of the model, and digests of the code as a run has them; returns the settings."""
-    settings = {"env_name": "dataset", "env_options": "path=x/q.jsonl"} | settings
-    model = json.loads((folder / "config.json").read_text()) if (folder / "model.safetensors").exists() else {}
-    (folder / "config.json").write_text(json.dumps(model | settings))
-    (folder / "data.json").write_text(json.dumps(fingerprint_code(SimpleNamespace(code=[Path("x/helper.py")]))))
+    """Writes the config.json of a run, of this user or of others, over that of a model; returns the settings."""
+    settings = {"env_name": "dataset", "env_options": ROWS} | settings
+    file = folder / "config.json"
+    model = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(model | settings | {"run": {"lmpo": "0", "host": "here"}}))
     return settings
 
 
-@pytest.mark.parametrize("case", FOREIGN)
-def test_no_downloaded_folder_runs_code(case, foreign, capsys):
-    place, name, settings, origin = FOREIGN[case]
-    write_settings(foreign / place, **settings, **({"run": origin} if origin else {}))
-    argv = ["--model_dir", str(foreign / name), "--show", "1"] if name else ["--rollouts", "x/rollouts/step_1"]
-    with pytest.raises(SystemExit) if origin else nullcontext(), user_errors():
-        evaluation.main(evaluation.parse_command(argv)) if name else replay_command(parse(ReplayCommand, argv))
+TAKING = [
+    (case, command)
+    for case, (flag, _) in CODE_SETTINGS.items()
+    for command, config in CONFIGS.items()
+    if flag in options_of(config) and case != "replies graded again"
+]
+
+
+@pytest.mark.parametrize(("case", "command"), TAKING)
+def test_no_command_takes_code_from_a_config_json(case, command, run_folder, capsys):
+    """Neither from its own run; one that names the setting does, and so does a preset in Python."""
+    flag, settings = CODE_SETTINGS[case]
+    known = options_of(CONFIGS[command])
+    settings = {"env_name": "dataset", "env_options": ROWS, "data": "x/q.jsonl"} | settings
+    settings = {name: value for name, value in settings.items() if name in known}
+    for file in ("x/config.json", "x/preset.yaml"):
+        (run_folder / "preset.yaml").write_text(json.dumps(settings))
+        (run_folder / "config.json").write_text(json.dumps(settings | {"run": {"lmpo": "0"}}))
+        with pytest.raises(SystemExit, match="^2$"):
+            parse(CONFIGS[command], ["--config", file])
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {file} sets --{flag} ")
+        assert said.endswith(f"add --{flag} {shlex.quote(settings[flag])}\n")
+    named = parse(CONFIGS[command], ["--config", "x/config.json", f"--{flag}={settings[flag]}"])
+    Path("x/preset.py").write_text(f"def get_config(): return {settings!r}")
+    assert to_dict(parse(CONFIGS[command], ["--config", "x/preset.py"])) == to_dict(named)
+    assert to_dict(named)[flag] == settings[flag]
     assert not Path("executed").exists()
-    said = capsys.readouterr()
-    if origin:
-        (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name"]
-        assert said.err.count("\n") == 1
-        assert f"if you trust the code, add --{flag} {value!r}" in said.err
-    else:
-        assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
 
 
-def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
-    settings = write_settings(foreign, reward="x/helper.py:f", run={"lmpo": "0"})
+@pytest.mark.parametrize("case", [case for case in CODE_SETTINGS if case != "others evaluated"])
+def test_evaluation_and_replay_need_code_to_be_named(case, run_folder, capsys):
+    flag, settings = CODE_SETTINGS[case]
+    settings = write_settings(run_folder, **settings)
+    if flag == "test_env_options":  # its options are added to those of training
+        flag, settings["env_options"] = "env_options", f"{ROWS},{settings['test_env_options']}"
+    advice = f"add --{flag} {shlex.quote(settings[flag])}\n"
+    for name in ("x", "x/step1"):
+        with pytest.raises(SystemExit, match="^2$"):
+            evaluation.main(evaluation.parse_command(["--model_dir", name, "--show", "1"]))
+        assert capsys.readouterr().err.endswith(advice)
+    if case != "held-out problems":
+        argv = ["--rollouts", "x/rollouts/step_1", f"--{flag}=reward=x/other.py:f"]
+        with pytest.raises(SystemExit, match="^2$"), user_errors():
+            replay_command(parse(ReplayCommand, argv))
+        assert capsys.readouterr().err.endswith(advice)
+    assert not Path("executed").exists()
+    named = evaluation.parse_command(["--model_dir", "x/step1", f"--{flag}={settings[flag]}"])
+    assert to_dict(named)[flag] == settings[flag]
+    assert evaluation.parse_command(["--model_dir", "x", "--env_name", "poem"]).env.reward == "", "another environment"
+    (run_folder / "config.json").write_text(json.dumps(settings))
+    assert evaluation.parse_command(["--model_dir", "x"]).env.env_name == "poem", "no origin: it is not a run"
 
-    def reward(*argv: str) -> str:
-        return evaluation.parse_command(["--model_dir", str(foreign / "step1"), *argv]).env.reward
 
-    def is_refused() -> bool:
-        with pytest.raises(SystemExit):
-            reward()
-        return "sets reward=x/helper.py:f, which runs code" in capsys.readouterr().err
+def test_page_of_a_chat_runs_no_code_and_says_so(run_folder, capsys):
+    write_settings(run_folder, reward=REWARD)
+    assert trained_settings("x/step1") is None
+    assert "x/step1 was trained with --reward, which runs code" in capsys.readouterr().out
+    write_settings(run_folder, reward="")
+    assert trained_settings("x/step1") == EnvConfig("dataset", ROWS)
 
-    assert is_refused()
-    assert reward("--reward", "x/helper.py:f") == "x/helper.py:f"
-    assert reward("--reward", "") == ""
-    assert reward("--env_name", "poem") == "", "the environment is another"
-    remember_code(foreign, settings)
-    assert reward() == "x/helper.py:f"
-    assert len(own_file().read_text().splitlines()) == 1
-    Path("x/helper.py").write_text(HELPER + "# changed")
-    assert is_refused()
-    Path("x/helper.py").write_text(HELPER)
-    shutil.copytree(foreign, "y")
-    foreign = foreign.parent / "y"
-    assert is_refused(), "a copy, as it may be shared and come back"
-    own_file().unlink()
-    foreign = foreign.parent / "x"
-    held_out = {"test_env_options": "reward=x/helper.py:f", "run": {"lmpo": "0"}}
-    settings = write_settings(foreign, **held_out)
-    assert is_refused()
-    remember_code(foreign, settings)
-    assert "reward=x/helper.py:f" in evaluation.parse_command(["--model_dir", str(foreign)]).env.env_options
-    own_file().unlink()
-    write_settings(foreign, reward="x/helper.py:f")
-    with pytest.raises(UserError, match=r"add --reward 'x/helper.py:f'"):
-        replay("x/rollouts/step_1", 0, 0, 1, None, {"reward": "x/other.py:f"})
+
+@pytest.mark.slow
+def test_printed_commands_run_as_printed(run_folder):
+    """Those that resume and evaluate a run without --save_dir, whose reward they name."""
+    flags = FLAGS | {"env_name": "dataset", "env_options": ROWS, "reward": REWARD, "max_steps": 9999}
+    Path("x/q.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": ""}) + "\n" for i in range(8)))
+    process = start(arguments(**flags | {"test_env_name": ""}, stop_at="12:env/return>=0"))
+    while process.poll() is None and not any(reached(folder) > 0 for folder in Path().glob("runs/*")):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    command = re.search(r"is saved: `(.*)` goes on from there", said)
+    assert command, said
+    assert f"--reward {REWARD}" in command[1]
+    done = subprocess.run(command[1], shell=True, capture_output=True, text=True, env=QUICK | os.environ)
+    assert "resuming at step" in done.stdout, done.stderr
+    command = re.search(r"^evaluate: +(.*)$", done.stdout, re.MULTILINE)[1]
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=QUICK | os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "return" in done.stdout
 
 
 def test_text_options_are_listed_by_whether_they_run_code():

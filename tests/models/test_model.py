@@ -14,7 +14,7 @@ import pytest
 from chex import assert_trees_all_equal
 from jinja2.exceptions import TemplateError
 from safetensors.numpy import load_file
-from transformers import GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig
 from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
 from core.run.card import generation_settings
@@ -22,7 +22,7 @@ from models import architecture, attention, checkpoint, decoder
 from models.cache import gather_rows
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.families import COMMON, read_config, text_config
+from models.families import COMMON, CONFIG_TYPES, FAMILIES, RENAMED, SUPPORTED, read_config, text_config
 from models.names import EMBED, HEAD
 from models.templates import RENDERER
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -475,6 +475,21 @@ YARN = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+UNUSED = {  # fields of transformers' configs by which no logit changes: of training, of generation, of classes
+    *"attention_dropout initializer_range output_router_logits router_aux_loss_coef pretraining_tp use_cache".split(),
+    *"bos_token_id eos_token_id pad_token_id _sliding_window_pattern ignore_keys_at_rope_validation".split(),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_of_a_family_is_read_or_changes_no_logit(name):
+    """A version of transformers with another field shows it here."""
+    config_class = CONFIG_MAPPING[FAMILIES[name].model_type]
+    fields = vars(config_class()).keys() - vars(PretrainedConfig()).keys()
+    read = {field for names in CONFIG_TYPES.values() for field in names.split()} | SUPPORTED.keys() | RENAMED.keys()
+    assert fields - read <= UNUSED
+
+
 DAMAGES = {
     "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
     "config": ("qwen3-tied", remove("config.json"), "config.json"),

@@ -1,6 +1,5 @@
 """Reads JSON that a full disk, a bad block or another program may have damaged: whole files, and files of lines."""
 
-import itertools
 import json
 import math
 import reprlib
@@ -17,9 +16,6 @@ JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 JSONRow = dict[str, object]  # an object of a file of JSON lines
 Loggable = JSON | np.ndarray | np.generic  # arrays of JAX, too
 
-MAX_BYTES = 1 << 28  # of a file
-MAX_LINE = 1 << 24  # bytes
-MAX_LINES = 10**6
 MAX_DIGITS = 300  # of an integer
 
 
@@ -44,9 +40,9 @@ def integer(digits: str) -> int | None:
     return int(digits) if len(digits) < MAX_DIGITS else None
 
 
-def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, JSON]:
+def read_json(path: str | Path) -> dict[str, JSON]:
     """Returns the object in a file. Raises: UserError naming the file and what is wrong in it; OSError."""
-    with open_file(path, most) as file:
+    with open_file(path) as file:
         text = file.read()
     try:
         value = parse_json(text)
@@ -59,34 +55,24 @@ def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, JSON]:
     return value
 
 
-def read_lines(
-    path: str | Path, key: str = "", most: int = MAX_BYTES
-) -> Iterator[tuple[bytes, dict[str, JSON]]]:
+def read_lines(path: str | Path, key: str = "") -> Iterator[tuple[bytes, dict[str, JSON]]]:
     """Yields each line of a file with one object a line: as it is written (with its end), and the object.
 
-    Damaged lines are skipped with a warning: no object, no integer under `key` (empty: not asked for), or too long. The
-    half line that a killed process leaves at the end is skipped silently.
+    Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
+    that a killed process leaves at the end is skipped silently.
 
-    Raises: UserError for a file of more than `most` bytes (0: no limit, nor one of MAX_LINES), OSError.
+    Raises: OSError, and UserError for what is not a file.
     """
     damaged: list[int] = []
-    with open_file(path, most) as file:
-        for number in itertools.count(1):
-            line = rest = file.readline(MAX_LINE)
-            if not line:
-                break
-            if most and number > MAX_LINES:
-                print(f"warning: {path}: lines behind the first {MAX_LINES:,} are left out", file=sys.stderr)
-                break
-            while len(rest) == MAX_LINE and not rest.endswith(b"\n"):
-                rest = file.readline(MAX_LINE)
+    with open_file(path) as file:
+        for number, line in enumerate(file, 1):
             try:
-                value = parse_json(line) if rest is line else None
+                value = parse_json(line)
             except ValueError:
                 value = None
             if isinstance(value, dict) and (not key or type(value.get(key)) is int):
                 yield line, value
-            elif rest.endswith(b"\n"):
+            elif line.endswith(b"\n"):
                 damaged.append(number)
     if damaged:
         count = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"

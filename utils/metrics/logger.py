@@ -85,7 +85,7 @@ class Logger(contextlib.AbstractContextManager):
         for name in FILES:
             truncate(directory / name, resume_step)
             self.files[name] = open_log(directory / name)  # to append to
-        for _, record in read_lines(directory / FILES[0], key="global_step", most=0):
+        for _, record in read_lines(directory / FILES[0], key="global_step"):
             self.step = record["global_step"]
             self.health_checks.find_warnings(self.step, record)
 
@@ -213,7 +213,7 @@ def truncate(path: Path, last_step: int | None) -> None:
     """Drops lines of steps after `last_step` (None: of none), damaged ones, and the half line that a kill may leave."""
     if not path.exists():
         return
-    rows = read_lines(path, key="global_step", most=0)
+    rows = read_lines(path, key="global_step")
     lines = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
     text = b"".join(lines)
     if text != path.read_bytes():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from utils.metrics.jsonl import JSON, read_json
 from utils.settings.arguments import Value
+from utils.settings.config import OptionField
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
@@ -12,31 +13,44 @@ LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate
 
 
 def check_settings(
-    file: Path, settings: Mapping[str, Value], resume: str, resumable: Collection[str]
+    file: Path, settings: Mapping[str, Value], resume: str, options: Mapping[str, OptionField]
 ) -> dict[str, list[JSON]]:
     """Compares the settings with those in `file`, of the run that is resumed; returns the old and the new of changes.
 
-    `resumable` names may differ: devices, speed and files of a run. All others change its results.
+    Resumable `options` may differ: devices, speed and files of a run. All others change its results.
 
     Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
     """
     if resume == "never":
         raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
     before, _ = split_origin(read_before(file, "settings"))
-    may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
-    changes = {
-        name: [before[name], value]
-        for name, value in settings.items()
-        if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
-    }
+    if not before:
+        return {}
+    free = LENGTH if settings["lr_schedule"] == "constant" else ()
+    changes = changed_settings(before, settings, options, free)
     advice = "continue with the old ones, give --resume force, or name another --save_dir"
     if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
-    gone = before.keys() - settings.keys()
-    lines += [f"{name} was {before[name]!r} and is no option of this version" for name in sorted(gone)]
+    gone = [name for name in sorted(before.keys() - settings.keys()) if before[name]]  # of those that were on
+    lines += [f"{name} was {before[name]!r} and is no option of this version" for name in gone]
     refuse_changes(file.parent, "settings", lines, resume, advice)
     return changes
+
+
+def changed_settings(
+    before: Mapping[str, JSON], settings: Mapping[str, Value], options: Mapping[str, OptionField], free: Collection[str]
+) -> dict[str, list[JSON]]:
+    """Returns the old and the new value of each setting that differs, but for resumable and `free` ones.
+
+    A setting that `before` lacks had its default: the option is newer than the run.
+    """
+    old = {name: known.default for name, known in options.items()} | dict(before)
+    return {
+        name: [old[name], value]
+        for name, value in settings.items()
+        if name not in free and not options[name].resumable and comparable(old[name]) != comparable(value)
+    }
 
 
 def read_before(file: Path, noun: str) -> dict[str, JSON]:

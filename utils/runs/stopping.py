@@ -38,7 +38,6 @@ METRICS = {  # names of single numbers, by the setting without which they are no
         "speed/rows_running speed/rows_waiting times/rollout times/score times/logprobs"
     ),
     "ahead": "rollout/staleness times/rollout_ahead",
-    "rollouts_from": "rollout/stored_step",
     "kl_coef": "kl",
     "kl_every": "kl",
     "length_reward": "env/length_reward",

@@ -46,15 +46,30 @@ TRL_NAMES = {  # our names of options of TRL and transformers
     "eval_steps": "test_interval",
 }
 
+GONE = {  # options of kvfrans/lmpo and of earlier versions that are refused: why, or what to give instead
+    "device_type": "JAX finds the device, and JAX_PLATFORMS=cpu names another",
+    "init_lr_frac": "give the rate itself, --lr",
+    "kl_estimator": "the KL is k3 with --kl_in loss, and k1 with --kl_in reward",
+    "mlflow": "metrics go to metrics.jsonl, wandb (--wandb_name) and TensorBoard (--tensorboard)",
+    "prefill_batch_split": "each prompt is prefilled once, so leave it out",
+    "rollouts_from": "give it to recipes/offline/train.py",
+    "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts, so leave it out",
+    "use_flash_attn": "attention is chosen by platform, so leave it out",
+    "use_xla_flags": "set XLA_FLAGS in the environment",
+}
+
 
 def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[Assignment]:
     """Returns the assignments of the presets (`--config FILE`), then of the command line, which win.
 
     types: the type of each option by name. Raises: UserError for an unreadable preset or command line.
     """
-    from_presets, from_command_line = [], []
+    from_presets, from_command_line, given = [], [], {}
     for name, value in read_arguments(argv, {"config": str, **types}, aliases):
         if name != "config":
+            if given.setdefault(name, value) != value:
+                print(f"--{name} is given twice: {value} counts, and {given[name]} does not")
+            given[name] = value
             from_command_line.append(Assignment(name, value, f"--{name}={value}"))
             continue
         for key, content in read_preset(value).items():
@@ -115,6 +130,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the end of a sentence about an unknown name: its name here, or the most similar one."""
     names = list(names)
     lower = str(name).lower()
+    if lower in GONE:
+        return f": {GONE[lower]}"
     beginnings = [known for known in names if known.startswith(f"{lower}_")]
     known = [TRL_NAMES.get(lower, lower), *beginnings, most_similar(lower, names)]
     close = next((name for name in known if name in names), "")

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from absl import flags
 
-from utils.settings.arguments import Assignment, Value, nearest, read_assignments
+from utils.settings.arguments import GONE, Assignment, Value, nearest, read_assignments
 from utils.settings.checks import check_number, check_password
 from utils.settings.errors import SET_BY, UserError, fail, most_similar
 from utils.settings.lmpo import Spelling, rewrite
@@ -231,7 +231,7 @@ def convert(
             foreign.append(assignment)
         elif name in known:
             options[name] = known[name].read(assignment)
-        else:
+        elif name not in GONE or assignment.value:  # in a config.json it may have been off
             raise UserError(f"{assignment.source}: there is no option {name}{nearest(name, known)}")
     defaults = {name: option.default for name, option in known.items()}
     return options | rewrite(foreign, spellings, options, defaults)
@@ -263,10 +263,9 @@ def help_text(config_class: type, description: str, spellings: Mapping[str, Spel
         section = help_section if is_complete else names_section
         title, *_ = (owner.__doc__ or owner.__name__).strip().splitlines()
         lines += section(title, members)
-    rewrites = {flag: target for flag, target in spellings.items() if not isinstance(target, str)}
-    if is_complete and rewrites:
+    if is_complete and spellings:
         lines += ["", "kvfrans/lmpo's spellings"]
-        for flag, (name, on, off) in rewrites.items():
+        for flag, (name, on, off) in spellings.items():
             lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
     if is_complete:
         lines += ["", "Presets in configs/"]

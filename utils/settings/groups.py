@@ -30,21 +30,10 @@ class UpdateConfig:
         "Use the sampler's log-probabilities as the old ones, instead of computing them with the training graph",
     )
 
-    rollouts_from: str = option(
-        "",
-        "Run folder whose stored rollouts (--save_rollouts all) are trained on, instead of new ones; its first step is "
-        "read at step 1. Old log-probabilities are the sampler's, unless --importance_correction is set; "
-        "empty: sample",
-    )
-
     def __post_init__(self):
         for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1: raise it")
-        if self.rollouts_from and self.task_sampling == "bins":
-            raise UserError(
-                "--rollouts_from reads rollouts of tasks that an earlier run chose: leave out --task_sampling bins"
-            )
         if self.ppo_minibatch < 0:
             raise UserError("--ppo_minibatch must not be negative: raise it, or give 0 for the whole batch")
 

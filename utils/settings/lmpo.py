@@ -5,18 +5,12 @@ from collections.abc import Iterable, Mapping
 from utils.settings.arguments import Assignment, Value
 from utils.settings.errors import UserError
 
-# Of a flag of another program: our option with its value for 1 and for 0, or the reason why the flag is refused.
-Spelling = tuple[str, str, str] | str
+Spelling = tuple[str, str, str]  # of a flag of another program: our option, with its value for 1 and for 0
 LMPO: Mapping[str, Spelling] = {
     "do_group_normalization": ("advantage", "group_zscore", "reinforce"),
     "do_ppo_all_clip": ("objective", "ppo_all_clip", "ppo"),
     "do_save_rollouts": ("save_rollouts", "all", "none"),
     "use_remat": ("remat", "full", "none"),
-    # These did nothing in kvfrans/lmpo, or would do something else here.
-    "prefill_batch_split": "each prompt is prefilled once",
-    "use_flash_attn": "attention is chosen by platform",
-    "use_xla_flags": "set XLA_FLAGS in the environment",
-    "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts",
 }
 
 
@@ -29,14 +23,12 @@ def rewrite(
     """Returns the options that another program's flags set.
 
     assignments: those of `spellings`: later ones win, and empty ones are ignored, as in config.json of old
-    runs; options: what is set besides. Raises: UserError when a flag is refused, is neither 0 nor 1, or contradicts an
-    option that is set to anything but its default.
+    runs; options: what is set besides. Raises: UserError when a flag is neither 0 nor 1, or contradicts an option that
+    is set to anything but its default.
     """
     by_flag = {assignment.name: assignment for assignment in assignments if assignment.value != ""}
     rewritten = {}
     for flag, assignment in by_flag.items():
-        if isinstance(spellings[flag], str):
-            raise UserError(f"--{flag} has no effect ({spellings[flag]}): leave it out")
         option, on, off = spellings[flag]
         switch = str(assignment.value)
         if switch not in ("0", "1"):

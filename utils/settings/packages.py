@@ -74,5 +74,8 @@ with open(os.path.join(ROOT, "requirements.txt"), encoding="utf-8") as file:
 if wrong:
     fail(f"{'; '.join(wrong)}: {INSTALL}")
 
+# Without HOME and without an entry for the user, as in some containers, `~` and the caches are in this folder.
+if not os.path.isabs(os.path.expanduser("~")):
+    os.environ["HOME"] = os.getcwd()
 # Products of NumPy are small here, and threads of OpenBLAS spin during its import. Processes of rewards inherit this.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from core import grpo
 from core.config import Config
+from core.extensions import ahead
 from core.rollout import RolloutWorker
 from extras.replay import read_stored, replay
 from models.checkpoint import load_model
@@ -119,20 +121,22 @@ def test_resuming_ahead_needs_the_saved_sampling_weights(wholes, tmp_path, monke
 
 
 @pytest.mark.parametrize("case", ["replies", *slow("turns")])
-@pytest.mark.parametrize("place", ["while they are drawn ahead", *slow("in the rollouts")])
+@pytest.mark.parametrize("place", ["while they are drawn ahead", "between two copies", *slow("in the rollouts")])
 def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, wholes, tmp_path, monkeypatch, capsys):
     """The first rollouts are waited for; those of step 4 are drawn while step 3 updates, which ends before the run."""
-    play, calls = RolloutWorker.play, []
-    number, reached = {"in the rollouts": (1, 0), "while they are drawn ahead": (4, 3)}[place]
+    number, reached = {"in the rollouts": (1, 0)}.get(place, (4, 3))
+    holder, name = (ahead, "with_behavior") if place == "between two copies" else (RolloutWorker, "play")
+    real, calls = getattr(holder, name), []
 
     def signalled(*args):
         calls.append(args)
         if len(calls) == number:
             os.kill(os.getpid(), signal.SIGINT)
-        return play(*args)
+            time.sleep(0.01)
+        return real(*args)
 
-    # The signal comes while the thread samples.
-    monkeypatch.setattr(RolloutWorker, "play", signalled)
+    # The signal comes while the thread samples, or when the state has lost the weights of the step before.
+    monkeypatch.setattr(holder, name, signalled)
     flags = CASES[case] | {"save_rollouts": "all", "save_interval": 1}
     assert train(tmp_path / "run", **flags) == 128 + signal.SIGINT
     assert not drawing_threads()

@@ -135,7 +135,6 @@ def test_tasks_do_not_depend_on_the_rows_of_a_call(whole, data, tmp_path):
         ({"env_options": "path={data}/rows.jsonl"}, "has no bins"),
         ({"env_options": "path={data}/rows.jsonl,bin=seen"}, "no such column, or no value in it"),
         ({"groups_per_batch": 9}, "bin some of dataset has"),
-        ({"rollouts_from": "runs/x"}, "leave out --task_sampling bins"),
     ],
 )
 def test_bins_that_are_not_there_fail_before_the_run(options, words, data, tmp_path, capsys):

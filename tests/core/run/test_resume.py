@@ -138,25 +138,31 @@ def test_a_run_goes_on_on_other_devices(whole, tmp_path):
     assert 0 < difference(folder, whole, STEPS) < rounding(operations, size=10)  # nats of an unlikely token
 
 
-@pytest.mark.parametrize("place", ["collect", "rollout_metrics"], ids=["in the rollouts", "in the update"])
-def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeypatch, capsys):
+IN_ROLLOUTS, IN_UPDATE = "collect", "rollout_metrics"
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [(IN_ROLLOUTS, signal.SIGINT), (IN_UPDATE, signal.SIGXCPU), (IN_ROLLOUTS, signal.SIGUSR1)],
+)
+def test_a_signal_ends_the_run_and_loses_no_step(place, number, whole, tmp_path, monkeypatch, capsys):
     calls, real = [], getattr(grpo, place)
 
     def signalled(*args):
         calls.append(args)
         if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.01)
         return real(*args)
 
     # The signal comes at a known place of a step.
     monkeypatch.setattr(grpo, place, signalled)
-    assert train(tmp_path / "run") == 128 + signal.SIGINT
-    reached = 3 if place == "collect" else 4
+    assert train(tmp_path / "run") == 128 + number
+    reached = 3 if place == IN_ROLLOUTS else 4
     assert len(records(tmp_path / "run")) == 1 + reached, "step 4 is abandoned or finished"
     model = tmp_path / "run" / f"step{reached}"
     printed = capsys.readouterr().out
-    assert f"stopped by SIGINT; step {reached} is saved" in printed
+    assert f"stopped by {number.name}; step {reached} is saved" in printed
     assert f"\nmodel: {model}\n" in printed
     assert resolve_model_dir(str(tmp_path / "run")) == str(model)
     assert load_model(model)
@@ -165,23 +171,38 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
     assert_same(tmp_path / "run", whole)
 
 
-def test_later_signal_ends_the_run_at_once():
+REPEATED = {  # signals with the seconds before each; what is printed; True if the last one ends the process
+    "twice": (
+        "SIGTERM 0.3 SIGTERM 0.1 SIGTERM 1.0",
+        "SIGTERM: the run will be saved and end; once more ends it at once\n",
+        True,
+    ),
+    "warnings and a first one": (
+        "SIGXCPU 0.3 SIGXCPU 1.1 SIGUSR2 0.1 SIGTERM 0.1",
+        "SIGXCPU: the run will be saved and end\n",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_second_signal_ends_the_run_at_once_and_a_warning_never(case):
+    signals, said, is_ended = REPEATED[case]
     code = (
-        "import hashlib, os, signal, threading, time; from utils.runs.shutdown import Signals\n"
-        "def ask():\n  for seconds in (0.3, 0.1, 1.0): time.sleep(seconds); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import hashlib, os, signal, sys, threading, time; from utils.runs.shutdown import Signals\n"
+        "def ask():\n"
+        "  words = sys.argv[1].split()\n"
+        "  for name, seconds in zip(words[::2], words[1::2]):\n"
+        "    time.sleep(float(seconds)); os.kill(os.getpid(), signal.Signals[name])\n"
+        "  time.sleep(0.3); os._exit(0)\n"
         "with Signals():\n  threading.Thread(target=ask).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     )
     clock = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 128 + signal.SIGTERM
+    command = [sys.executable, "-c", code, signals]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (128 + signal.SIGTERM if is_ended else 0)
     assert 1.4 < time.monotonic() - clock < 10
-    assert done.stdout == "SIGTERM: the run will be saved and end; once more ends it at once\n"
+    assert done.stdout == said
 
 
 def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, capsys):
@@ -478,6 +499,19 @@ def test_run_with_an_option_that_is_gone_resumes_only_by_force(tmp_path, capsys)
         small_run(tmp_path)
     small_run(tmp_path, resume="force").release()
     assert "gone was 2" in capsys.readouterr().out
+
+
+def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
+    """One that is gone, and was off, changes nothing."""
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["temperature"], settings["lr"]
+    file.write_text(json.dumps(settings | {"gone": "", "removed": False}))
+    small_run(tmp_path).release()
+    with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
+        small_run(tmp_path, temperature=0.5)
 
 
 def run_of(folder: Path) -> dict:

@@ -1,5 +1,6 @@
-"""--rollouts_from: stored rollouts train as they did in their own run, to the bit; others are refused by name."""
+"""Stored rollouts train as they did in their own run, to the bit; those of other settings are refused by name."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -7,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.grpo import main
 from core.run.rollouts import read_episodes, rollout_arrays
+from recipes.offline.train import OfflineConfig, OfflineRun, StoredRollouts
 from tests.helpers import slow, train_here
-from tests.kill_runs import FLAGS, checksum, records
+from tests.kill_runs import FLAGS, arguments, checksum, records
 from tests.oracles.stored import stored_logprobs
 from utils.files import read_arrays
+from utils.settings.config import parse
+from utils.settings.errors import user_errors
 
 STEPS = 3
 FLAGS = FLAGS | {"test_env_name": "", "max_steps": STEPS, "lr": 1e-2, "save_interval": 1}
@@ -49,6 +54,17 @@ NOT_STORED = ("rollout/", "env/reward_", "inference_recompute/effective")  # spe
 train = partial(train_here, **FLAGS)
 
 
+def train_stored(folder: Path, **flags) -> int:
+    """Runs recipes/offline/train.py in this process; returns its exit status."""
+    try:
+        with user_errors():
+            config = parse(OfflineConfig, arguments(**FLAGS | flags, save_dir=folder))
+            main(config, OfflineRun, StoredRollouts)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
 def weights_of(model: Path) -> list[bytes]:
     """Returns the bits of a saved model."""
     found = [file.read_bytes() for file in sorted(model.glob("*.safetensors"))]
@@ -70,8 +86,10 @@ def test_a_run_from_its_own_rollouts_has_the_same_gradients_to_the_bit(case, tmp
     flags, weights = CASES[case]
     first, second = tmp_path / "first", tmp_path / "second"
     assert train_here(first, **FLAGS | flags | weights, save_rollouts="all") == 0
-    assert train_here(second, **FLAGS | flags, rollouts_from=first, save_rollouts="all") == 0
-    assert f"rollouts are read from {first}, of {STEPS} steps" in capsys.readouterr().out
+    assert train_stored(second, **flags, rollouts_from=first, save_rollouts="all") == 0
+    assert f"rollouts are read from {first}" in capsys.readouterr().out
+    card = (second / f"step{STEPS}" / "README.md").read_text()
+    assert "\npython recipes/offline/train.py --" in card
     assert comparable(second) == comparable(first)
     assert checksum(second, STEPS) == checksum(first, STEPS)
     for step in range(1, STEPS + 1):
@@ -93,7 +111,7 @@ def stored(tmp_path_factory) -> Path:
 
 def test_other_weights_than_the_sampler_s_are_corrected_for(stored, tmp_path):
     """A policy that has moved: the ratios are those of its probabilities to the stored ones, in float64."""
-    assert train(tmp_path / "run", rollouts_from=stored, ppo_minibatch=0, max_steps=4) == 0
+    assert train_stored(tmp_path / "run", rollouts_from=stored, ppo_minibatch=0, max_steps=4) == 0
     metrics = records(tmp_path / "run")
     assert [record["rollout/stored_step"] for record in metrics] == [1, 2, 1, 2], "from the first one again"
     assert metrics[0]["approx_kl"] < 1e-9
@@ -107,9 +125,9 @@ def test_other_weights_than_the_sampler_s_are_corrected_for(stored, tmp_path):
 
 def test_a_stopped_run_resumes_to_the_bit(stored, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train(whole, rollouts_from=stored) == 0
+    assert train_stored(whole, rollouts_from=stored) == 0
     for steps in (1, STEPS):
-        assert train(stopped, rollouts_from=stored, max_steps=steps) == 0
+        assert train_stored(stopped, rollouts_from=stored, max_steps=steps) == 0
     assert records(stopped) == records(whole)
     assert checksum(stopped, STEPS) == checksum(whole, STEPS)
 
@@ -125,35 +143,62 @@ def test_stored_episodes_are_those_that_were_written(stored):
 
 REFUSED = {  # flags, and what is said
     "no folder": ({"rollouts_from": "runs/none-such"}, "has no rollouts/step_N.npz: name a run with --save_rollouts"),
-    "group size": ({"group_size": 2, "ppo_minibatch": 2}, "was sampled with --group_size 4, and this run has 2"),
-    "environment": ({"env_options": "subjects_file=other.txt"}, "--env_options '', and this run has subjects_file"),
-    "reward": ({"length_reward": "cosine"}, "--length_reward '', and this run has cosine"),
+    "group size": ({"group_size": 2, "ppo_minibatch": 2}, "another group_size (4, and 2 now)"),
+    "environment": ({"env_options": "subjects_file=other.txt"}, "another env_options ('', and 'subjects_file="),
+    "reward": ({"reward": "r.py:longer"}, "another reward ('r.py:shorter', and 'r.py:longer' now"),
+    "weights of rewards": ({"reward_weights": "2"}, "another reward_weights ('', and '2' now)"),
+    "length reward": ({"length_reward": "cosine"}, "another length_reward ('', and 'cosine' now)"),
+    "temperature": ({"temperature": 0.5}, "another temperature (1.0, and 0.5 now)"),
+    "tokens of a reply": ({"num_generation_tokens": 25}, "another num_generation_tokens (24, and 25 now)"),
+    "model": ({"model_dir": "models/tiny", "prompt_length": 256}, "another model_dir ("),
     "truncated sampling": ({"top_k": 20}, "--top_k, --top_p and --min_p leave are not stored"),
-    "tokenizer": ({"model_dir": "models/tiny", "prompt_length": 256}, "other texts for the tokenizer of this run"),
-    "ahead": ({"ahead": 1}, "--ahead 1 samples rollouts, and --rollouts_from reads them"),
+    "ahead": ({"ahead": 1}, "reads what an earlier run sampled: leave out --ahead and --task_sampling"),
+    "bins": ({"task_sampling": "bins"}, "reads what an earlier run sampled: leave out --ahead and --task_sampling"),
     "no weights": ({"objective": "reinforce"}, "--rollouts_from trains on rollouts of older weights"),
 }
+SIGNS = {"longer": "", "shorter": "-"}
+LONGER, SHORTER = (f"def {name}(completion, **row): return {sign}len(completion)\n" for name, sign in SIGNS.items())
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_trained_on_is_refused_by_name(case, stored, tmp_path, capsys, monkeypatch):
-    flags, said = REFUSED[case]
-    (tmp_path / "other.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")
+def test_rollouts_of_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
+    """Those that decide on rollouts and rewards; what a run learns from them may differ."""
     # The folder of relative paths.
     monkeypatch.chdir(tmp_path)
-    assert train_here(tmp_path / "run", **FLAGS | {"rollouts_from": stored} | flags) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "r.py").write_text(LONGER + SHORTER)
+    (tmp_path / "other.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")
+    assert train("first", reward="r.py:shorter", save_rollouts="all", max_steps=1) == 0
+    shared = {"reward": "r.py:shorter", "rollouts_from": "first"}
+    for case, (flags, said) in REFUSED.items():
+        assert train_stored(tmp_path / "run", **shared | flags) == 2, case
+        assert said in " ".join(capsys.readouterr().err.split()), case
     assert not (tmp_path / "run" / "rollouts").exists()
+    free = {"lr": 1e-3, "loss_normalization": "constant", "ppo_epochs": 2, "lora_rank": 2, "seed": 1, "max_steps": 2}
+    assert train_stored(tmp_path / "free", **shared | free) == 0
+    (tmp_path / "r.py").write_text(LONGER + SHORTER.replace("-len", "len"))
+    assert train_stored(tmp_path / "run", **shared) == 2
+    assert "another r.py (" in capsys.readouterr().err
 
 
 def test_its_own_folder_and_files_that_do_not_fit_are_refused(stored, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(stored / "rollouts", copy / "rollouts")
-    assert train(copy / "run", rollouts_from=copy / "run") == 2
-    shutil.copytree(stored / "rollouts", tmp_path / "own" / "rollouts")
-    assert train(tmp_path / "own", rollouts_from=tmp_path / "own") == 2
+    assert train_stored(tmp_path / "run", rollouts_from=copy) == 2
+    assert "has no config.json: name a whole run folder" in capsys.readouterr().err
+    assert train_stored(copy, rollouts_from=copy) == 2
     assert "is the --save_dir of this run" in capsys.readouterr().err
+    for name in ("config.json", "data.json"):
+        shutil.copy(stored / name, copy / name)
     lines = (copy / "rollouts" / "step_1.jsonl").read_text().splitlines()
     (copy / "rollouts" / "step_1.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    assert train(tmp_path / "run", rollouts_from=copy) == 2
+    assert train_stored(tmp_path / "run", rollouts_from=copy) == 2
     assert "step_1.jsonl has 7 rows and step_1.npz 8: copy both again" in capsys.readouterr().err
+    config = json.loads((copy / "config.json").read_text())
+    config["run"]["segments"] = [{"step": 1, "changed": {"temperature": [0.5, 1.0]}, "data": {}, "comparable": False}]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert train_stored(tmp_path / "other", rollouts_from=copy) == 2
+    assert "another temperature (0.5, and 1.0 now)" in capsys.readouterr().err, "of its first steps"
+
+
+def test_option_that_moved_says_where_it_is(capsys):
+    assert train(Path("none"), rollouts_from="runs/first") == 2
+    assert "no option --rollouts_from: give it to recipes/offline/train.py" in capsys.readouterr().err
