@@ -48,6 +48,7 @@ CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
+    "recipes/offline/train.py": TRAIN,
     "extras/population.py": TRAIN,
     "core/eval.py": EVAL,
     "core/sampling.py": ["--num_generation_tokens", "16"],

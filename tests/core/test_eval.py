@@ -552,7 +552,7 @@ def test_printed_commands_run_as_printed(run_folder):
     """Those that resume and evaluate a run without --save_dir, whose reward they name."""
     flags = FLAGS | {"env_name": "dataset", "env_options": ROWS, "reward": REWARD, "max_steps": 9999}
     Path("x/q.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": ""}) + "\n" for i in range(8)))
-    process = start(arguments(**flags | {"test_env_name": ""}, stop_at="12:env/return>=0"))
+    process = start(arguments(**flags | {"test_env_name": ""}, stop_at="12:env/return>=0", resume="never"))
     while process.poll() is None and not any(reached(folder) > 0 for folder in Path().glob("runs/*")):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
