@@ -191,7 +191,7 @@ def test_its_own_folder_and_files_that_do_not_fit_are_refused(stored, tmp_path, 
     lines = (copy / "rollouts" / "step_1.jsonl").read_text().splitlines()
     (copy / "rollouts" / "step_1.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert train_stored(tmp_path / "run", rollouts_from=copy) == 2
-    assert "step_1.jsonl has 7 rows and step_1.npz 8: copy both again" in capsys.readouterr().err
+    assert "step_1.jsonl has 7 rows and step_1.npz 8 rollouts: copy both again" in capsys.readouterr().err
     config = json.loads((copy / "config.json").read_text())
     config["run"]["segments"] = [{"step": 1, "changed": {"temperature": [0.5, 1.0]}, "data": {}, "comparable": False}]
     (copy / "config.json").write_text(json.dumps(config))

@@ -115,7 +115,8 @@ def test_scores_are_those_of_the_completions():
     pairs = [(row[i] > 0.5) | (row[j] > 0.5) for row in returns for i, j in combinations(range(4), 2)]
     expected |= {"pass@2": np.mean(pairs), "pass@4": (returns.max(1) > 0.5).mean()}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert metrics["return_low"] < metrics["return"] < metrics["return_high"]
+    assert metrics["correct_answer_low"] < metrics["correct_answer"] < metrics["correct_answer_high"]
+    assert metrics["return_ci"] > 0 and "return_low" not in metrics, "a return is no share"
     assert (metrics["num_tasks"], metrics["num_samples"]) == (4, 4)
 
 
