@@ -89,21 +89,10 @@ def move(x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array,
     return read(x, indices)
 
 
-def move_forward(
-    x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array, "n"]
-) -> tuple[Float[Array, "m ..."], Int[Array, "n"]]:
-    """Returns the result of `move`, and the residuals for its gradient."""
-    return read(x, indices), numbers
-
-
-def move_backward(
-    numbers: Int[Array, "n"], gradient: Float[Array, "m ..."]
-) -> tuple[Float[Array, "n ..."], None, None]:
-    """Returns the gradient of `move` with respect to x."""
-    return read(gradient, numbers), None, None
-
-
-move.defvjp(move_forward, move_backward)
+move.defvjp(
+    lambda x, indices, numbers: (read(x, indices), numbers),
+    lambda numbers, gradient: (read(gradient, numbers), None, None),
+)
 
 
 def by_shard(x: Shaped[Array, "B T ..."], packing: Packing) -> Shaped[Array, "S n ..."]:

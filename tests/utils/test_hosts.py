@@ -8,11 +8,14 @@ import time
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from chex import assert_trees_all_equal
+from jax.experimental import multihost_utils
 
 from core import grpo
 from tests.helpers import ROOT
-from tests.processes import start_processes
+from tests.processes import start_processes, wait
 from utils.devices import runtime
 from utils.devices.startup import DeviceConfig, ending_together, join_processes, make_layout, started_processes
 from utils.settings.config import parse
@@ -171,6 +174,29 @@ def test_a_tpu_gets_the_options_that_its_compiler_knows(
     assert [next(option for option in runtime.TPU_OPTIONS if option in line) for line in warned] == missing
     runtime.set_tpu_options()
     assert os.environ["LIBTPU_INIT_ARGS"] == expected
+
+
+def fetch_on_two_processes() -> None:
+    """Asserts that only rows, of which each process holds a part, take a program to be fetched."""
+    layout, programs = make_layout(DeviceConfig("fsdp")), []
+    gather = multihost_utils.process_allgather
+
+    def listed(x: jax.Array, tiled: bool) -> np.ndarray:
+        programs.append(x.shape)
+        return gather(x, tiled)
+
+    host = {"loss": np.float32(3), "bins": np.arange(3), "rows": np.arange(8.0).reshape(4, 2)}
+    with pytest.MonkeyPatch.context() as patch:
+        # Lists the shapes that are gathered.
+        patch.setattr(multihost_utils, "process_allgather", listed)
+        fetched = layout.fetch(layout.put(host))
+    assert_trees_all_equal(fetched, host)
+    assert programs == [(4, 2)]
+
+
+@pytest.mark.slow
+def test_values_that_each_process_holds_are_fetched_without_a_program():
+    wait(start_processes("from tests.utils.test_hosts import *; fetch_on_two_processes()", 1, num_processes=2))
 
 
 def train(folder: str, process_id: int, ending: str) -> None:

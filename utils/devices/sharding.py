@@ -276,17 +276,11 @@ def gather_along(x: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
     return jax.lax.all_gather(x.astype(dtype), "fsdp", axis=axis, tiled=True).astype(x.dtype)
 
 
-def gather_forward(x: jax.Array, axis: int, dtype: DTypeLike) -> tuple[jax.Array, None]:
-    """Returns what `gather_along` does; its gradient needs nothing more."""
-    return gather_along(x, axis, dtype), None
-
-
-def gather_backward(axis: int, dtype: DTypeLike, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    """Returns this device's part of the sum of all devices' gradients."""
-    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),)
-
-
-gather_along.defvjp(gather_forward, gather_backward)
+gather_along.defvjp(
+    lambda x, axis, dtype: (gather_along(x, axis, dtype), None),
+    # This device's part of the sum of all devices' gradients.
+    lambda axis, dtype, _, gradient: (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),),
+)
 
 
 def look_up(x: jax.Array, ids: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
