@@ -13,6 +13,9 @@ LATEX_SPELLINGS = {
     "\\(": " ", "\\)": " ", "\\[": " ", "\\]": " ", "\\,": " ", "\\!": " ",
 }  # fmt: skip
 MEANINGLESS = re.compile(r"\.+(?!\d)|[,;:?]+(?!\s*\d)|[$\\{}]+")  # punctuation, but not in 3.5 or (1, 2); braces
+MATH = re.compile(r"\$+[^$]*\$+|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+LETTER = r"[^\W\d_]"  # $A B C$ is printed as ABC
+BETWEEN_LETTERS = re.compile(rf"(?<=(?<!{LETTER}){LETTER})[\s{{}}]+(?={LETTER}(?!{LETTER}))")
 SYMBOL = re.compile(r"\d+|[^\W\d_]+|[^\w\s]|_")  # a number, a word, or one other character
 
 
@@ -84,9 +87,10 @@ def remove_overlap(rows: list[Row], others: Iterable[Row]) -> tuple[list[Row], i
 def normal_form(prompt: str | list[dict[str, str]]) -> str:
     """Returns the numbers, words and symbols of a prompt, with a blank between them, in one of LaTeX's spellings.
 
-    Without case and most punctuation; white space counts only where it separates two numbers or two words.
+    Without case and most punctuation. White space counts only where it separates two numbers or two words.
     """
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    text = MATH.sub(lambda math: BETWEEN_LETTERS.sub("", math[0]), text)
     for spelling, plain in LATEX_SPELLINGS.items():
         text = text.replace(spelling, plain)
     symbols = SYMBOL.findall(MEANINGLESS.sub(" ", text.casefold()))
