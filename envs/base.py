@@ -66,11 +66,12 @@ class Trial(str):
 
     form: str = ""
     reference: str = ""
+    shown: str = ""  # how the reply gives it, one of WRITTEN in envs/data/questions.py
 
     @classmethod
-    def of(cls, text: str, form: str, reference: str) -> Self:
+    def of(cls, text: str, form: str, reference: str, shown: str) -> Self:
         new = cls(text)
-        new.form, new.reference = form, reference
+        new.form, new.reference, new.shown = form, reference, shown
         return new
 
 

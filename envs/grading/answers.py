@@ -20,8 +20,11 @@ from envs.grading.numerals import (
     CHANGING,
     EMPHASIS,
     EXACT,
+    MONEY,
     REPEATING,
     SUPERSCRIPTS,
+    UNIT_OF,
+    UNIT_PHRASE,
     VULGAR,
     Number,
     agree,
@@ -124,51 +127,93 @@ def holds_answer(line: str) -> bool:
     return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
+STATED = re.compile(r"\banswer(?:\s+[a-z]+){0,6}?\s*(?:\bis\b|[:=])[\s:]*(?=\S)", re.IGNORECASE)
+NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
+NOTE = re.compile(
+    r"(?:\n[^\w\n]*|[(\[;,]\s*)(?:confidence|certainty|probability|explanation|reason(?:ing)?|rationale|note)\b.*",
+    re.IGNORECASE | re.DOTALL,
+)  # what models add to an answer
+SURE = {"yes", "no", "true", "false"}  # labels, whatever numbers the explanation has
+DOUBT = re.compile(
+    r"\b(?:wait|actually|sorry|correction|mistake|instead|wrong|incorrect|however|rather|reconsider\w*|also|maybe"
+    r"|perhaps|might|could|either|unsure|oops|second thought|no[,.!])",
+    re.IGNORECASE,
+)
+OTHER_LETTER = re.compile(r"\b[B-HJ-Z]\b|\bA\b(?!\s+[a-z])|\bA(?=\s+(?:is|was|would|can|does)\b)")
+
+
+def extract_prose(text: str) -> str | None:
+    """Returns the answer that the end of a text gives without a form: None if there is none, or more than one.
+
+    That is what follows the last "answer is" or "Answer:", or the text itself, if it is one short line without numbers
+    or without words. Then come a label on a line of its own beside its explanation (see `extract_label`), and the last
+    number.
+    """
+    text = EMPHASIS.sub(r"\2", text.rpartition("</think>")[2][-MAX_MATH:].strip())
+    *_, lead = [None, *STATED.finditer(text)]
+    if lead:
+        text = text[: lead.end()] + NOTE.sub("", text[lead.end() :])
+    line = LEAD.sub("", text[lead.end() if lead else 0 :].rstrip(" .。"))
+    if "\n" not in line and len(line) <= 2 * MAX_PHRASE and is_bare(line):
+        return line
+    label = extract_label(text)
+    return extract_last_number(text) if label is None else label
+
+
+def is_bare(line: str) -> bool:
+    """True if a line is an answer as a whole: up to three words, more without a number, or a formula without words."""
+    if choice(line) or not re.search(r"\d", line):
+        return bool(re.search(r"\w", line)) and line.lower() not in NO_ANSWER
+    words = PROSE.findall(WRAPPER.sub(r"\1", line))
+    is_formula = all(word in PLAIN_NAMES or word in UNIT_OF for word in words)
+    return (is_formula or len(line.split()) <= 3) and not re.search(r"[.:;]\s", line)
+
+
+def extract_label(text: str) -> str | None:
+    """Returns the choice or the word or two on the first or last line of a text whose other lines explain it.
+
+    None if other lines name another choice, or doubt it, and if a number may be the answer as well.
+    """
+    lines = [STATED.split(line)[-1].strip() for line in text.splitlines() if line.strip()]
+    labels = [line for line in lines if choice(line) or ("?" not in line and 0 < len(letters(line).split()) <= 3)]
+    if len(labels) != 1 or labels[0] not in (lines[0], lines[-1]):
+        return None
+    rest = "\n".join(line for line in lines if line != labels[0])
+    word, letter = letters(labels[0]), choice(labels[0])
+    others = {name.lower() for name in re.findall(r"[^\W\d_]+", rest)} & (SURE - {word}) if word in SURE else ()
+    if letter:
+        others = {*OTHER_LETTER.findall(rest)} - {letter}
+    is_sure = letter or word in SURE or not re.search(r"\d", rest)
+    return None if others or not is_sure or DOUBT.search(rest) or not SENTENCE.search(rest) else labels[0]
+
+
 NUMBERS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
-CLAUSE_END = re.compile(r"[;\n]|[,.:?](?=\s)")
-SEPARATE = re.compile(rf"[^\W\d_]{{2}}|{CLAUSE_END.pattern}")  # between numbers that do not belong together
+CLAUSE_END = re.compile(r"[;\n。！？；।]|[,.:?](?=\s)")
+SEPARATE = re.compile(rf"{PROSE.pattern}|{CLAUSE_END.pattern}")  # between numbers that do not belong together
+TOGETHER = re.compile(
+    rf"\W*(?:(?:[^\W\d_]+[\s,]+)?(?:and|or|to|through|until)\b\W*|,\s+\W{{0,3}}|(?:{'|'.join(UNIT_OF)})\s+)"
+)  # between numbers of an interval, a list, or a length in feet and inches
 
 
 def extract_last_number(text: str) -> str | None:
-    """Returns the last number in the last 2000 characters of a text, with its sign; None if there is none.
+    """Returns the last number in a text, with its sign; None if there is none.
 
-    Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). If something else changes it ("half of 18"), its
-    whole clause is returned.
+    Its sign, scale, fraction and unit belong to it ("18 thousand", "1 1/2 km"). If something else changes it ("half of
+    18"), or it is one of several ("between 5 and 7"), its whole clause is returned.
     """
-    text = text[-2000:]
     numbers = [*NUMBERS.finditer(text)]
     if not numbers:
         return None
-    start = 0
+    start, first = 0, numbers[0]
     for before, number in pairwise(numbers):
-        if SEPARATE.search(text[before.end() : number.start() + 1]):
-            start = before.end()
-    last = numbers[-1]
-    clauses = [end.end() for end in CLAUSE_END.finditer(text, start, last.start())]
-    end = CLAUSE_END.search(text, last.end())
+        between = text[before.end() : number.start()]
+        if SEPARATE.search(between + number[0][0]) and not TOGETHER.fullmatch(between):
+            start, first = before.end(), number
+    clauses = [end.end() for end in CLAUSE_END.finditer(text, start, first.start())]
+    end = CLAUSE_END.search(text, numbers[-1].end())
     clause = text[max([start, *clauses]) : end.start() if end else len(text)].strip()
     match = find_number(clause, words=True)
-    return match[1] if match else clause
-
-
-STATED = re.compile(r"\banswer(?:\s+[a-z]+){0,6}?\s*(?:\bis\b|[:=])[\s:]*(\S[^\n]{0,200})\s*$", re.IGNORECASE)
-NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
-
-
-def extract_stated(text: str) -> str | None:
-    """Returns what the end of a text gives in words: Paris in "So the answer is Paris."; None if it gives none.
-
-    A number, in digits or in words, is not looked for here.
-    """
-    tail = EMPHASIS.sub(r"\2", text[-500:].rstrip())
-    *_, start = [None, *re.finditer(r"\banswer\b", tail, re.IGNORECASE)]
-    match = start and STATED.match(tail, start.start())
-    if not match or re.search(r"\d", match[0]):
-        return None
-    answer = match[1].rstrip(" .")
-    first = re.search(r"[^\W\d_]+", answer)
-    is_spelled = first is not None and word_kind(first[0], False) == "o"
-    return None if is_spelled or answer.lower() in NO_ANSWER else answer
+    return match[1] if match else LEAD.sub("", clause.rstrip(" ."))
 
 
 def final_answer(text: str, form: str) -> str | None:
@@ -181,7 +226,7 @@ def final_answer(text: str, form: str) -> str | None:
         case "boxed":
             return extract_boxed(text)
         case _:
-            extractors = (extract_answer, extract_boxed, last_hash, extract_stated, extract_last_number)
+            extractors = (extract_answer, extract_boxed, last_hash, extract_prose)
             answers = (extract(text) for extract in extractors)
             answer = next((answer for answer in answers if answer is not None), None)
     boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
@@ -281,6 +326,7 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     reference, answer = EMPHASIS.sub(r"\2", reference), LEAD.sub("", EMPHASIS.sub(r"\2", answer))
     if (chosen := choice(reference)) and choice(answer):
         return chosen == choice(answer)
+    reference, answer = (CHOICE_LABEL.sub("", text) if choice(text) else text for text in (reference, answer))
     if (named := words(reference)) and letters(answer):
         return named == letters(answer)
     reference, reference_unit = split_unit(reference)
@@ -289,7 +335,7 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
         return False
     digits = digits_written(reference, answer)
     reference_number = parse_number(reference)
-    answer_number = parse_number(answer)
+    answer_number = parse_number(answer) or (reference_number and sentence_number(answer))
     if reference_number and answer_number:
         if reference_number.equals(answer_number, digits):
             return True
@@ -311,7 +357,8 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
 
 LEAD = re.compile(
     r"^\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
-    r"(?:(?:answer|choice|option)(?:\s+is\b\s*:?|\s*[:=])|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
+    r"(?:(?:answer|choice|option|solution)s?(?:\s+(?:is|are)\b\s*:?|\s*[:=])|(?:it|this|that)(?:\s+is\b|['’]s\b)"
+    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
     re.IGNORECASE,
 )  # before an answer
 CHOICE = re.compile(
@@ -319,6 +366,7 @@ CHOICE = re.compile(
     r"|(?P<alone>[A-Z])(?:\s+[-–—]\s+(?P<behind>.*)|[\s$\"'“”.,]*|\s+is\s+(?:correct|right)\.?))",
     re.DOTALL,
 )
+CHOICE_LABEL = re.compile(r"^(?:\\(?:text|math)bf\s*\{)?\s*(?:\([A-Z]\)\}?(?=\\?\s)|[A-Z]\s*[.:)])\s*(?=\S)")
 OTHER_CHOICE = re.compile(
     r"[(\[]\s*[A-Z]\s*[)\]]|(?<![\w.])[A-Z][.:)](?!\w)|(?:\b(?:or|and|not|is|option|choice|answer)|[,;/&])\W*[A-Z]\b"
     r"|\b(?:wrong|incorrect)\b|^\W*[A-Z]\W*$"
@@ -370,45 +418,39 @@ def simplified(text: str) -> str:
 
 # differences that math-verify overlooks
 
-UNITS = [  # spellings of each unit
-    names.split()
-    for names in (
-        "cm centimeter centimeters centimetre centimetres, mm millimeter millimeters millimetre millimetres, "
-        "m meter meters metre metres, km kilometer kilometers kilometre kilometres, in inch inches, ft foot feet, "
-        "yd yard yards, mi mile miles, g gram grams, kg kilogram kilograms, lb lbs pound pounds, s sec second seconds, "
-        "min minute minutes, h hr hour hours, day days, week weeks, month months, year years, dollar dollars USD, "
-        "cent cents, euro euros EUR, rad radian radians, degree degrees, percent"
-    ).split(",")
-]
-UNIT_OF = {name: names[0] for names in UNITS for name in names}
 POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
-UNIT = re.compile(
-    r"(?<=[\d})])(?:\s|\\[,;: ]|~)*(?P<wrapper>\\(?:text|mbox|mathrm|textnormal)\s*\{\s*)?"
-    r"(?:(?P<kind>sq|square|cu|cubic)\.?\s+)?(?P<name>[a-zA-Z]+)\.?\s*(?:\}\s*)?"
-    r"(?P<power>squared|cubed|\^?\{?[23²³]\}?)?\s*\}?\s*$"
-)
+UNIT = re.compile(rf"(?<=[\d}})])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
+COUNTED = re.compile(r"(.*\S)\s+([^\W\d_]{3,})")  # 18 apples
 MARKS = [  # signs that are units
     (re.compile(r"\s*(?:\\[$]|[$](?=[^$]*$))"), "dollar"),
+    (re.compile(r"\s*€|.*€$", re.DOTALL), "euro"),
     (re.compile(r".*\\?%$", re.DOTALL), "percent"),
     (re.compile(r".*(?:°|\\circ\s*\}?|\\degree)$", re.DOTALL), "degree"),
 ]
 
 
-def split_unit(text: str) -> tuple[str, tuple[str, int] | None]:
+def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     r"""Returns a text without the unit at its end, and that unit with its power; None for an unknown unit or none.
 
-    "15\text{ cm}^2" is ("15", ("cm", 2)). A bare letter stays, as it may be a variable, and so do signs ($, %, °).
+    "15\text{ cm}^2" is ("15", ("cm", 2, "")), and "3 km/h" is ("3", ("km", 1, "h")). A letter straight after a number
+    stays, as it may be a variable, and so do signs ($, %, °).
     """
     text = text.strip()
     for mark, unit in MARKS:
         if mark.match(text):
-            return text, (unit, 1)
+            return text, (unit, 1, "")
     match = UNIT.search(text)
-    if match is None or match["name"] not in UNIT_OF:
-        return text, None
+    if match is None:
+        counted = COUNTED.fullmatch(text)
+        if counted and word_kind(counted[2], True) == "w" and parse_number(counted[1]):
+            return counted[1], (counted[2].lower().rstrip("s"), 1, "")
+        number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
+        return text, split_unit(number[1])[1] if number and number[1] != text else None
     power = match["kind"] or re.sub(r"[\^{}]", "", match["power"] or "")
-    is_variable = len(match["name"]) == 1 and not match["wrapper"]
-    return text if is_variable else text[: match.start()], (UNIT_OF[match["name"]], POWER_OF.get(power, 1))
+    is_variable = len(match["name"]) == 1 and match["name"].isascii() and not (match["wrapper"] or match["space"])
+    name = UNIT_OF[match["name"]]
+    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"], "")
+    return text if is_variable else text[: match.start()], unit
 
 
 ENVIRONMENT = re.compile(r"\$|\\boxed|\\\(|\\\[")
@@ -444,7 +486,7 @@ def sentence_number(text: str) -> Number | None:
         return None
     if number := parse_number(text, words=True):
         return number
-    return None if LIST.search(text) else parse_number(extract_last_number(text) or "")
+    return None if LIST.search(text) else parse_number(extract_last_number(text) or "", words=True)
 
 
 # math-verify
@@ -541,7 +583,7 @@ def _expressions(text: str, is_reference: bool) -> list[Expression]:
     expressions = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], parsing_timeout=None)
     if all(isinstance(expression, str) for expression in expressions):
         if is_reference and not number:
-            number = parse_number(extract_last_number(text) or "")
+            number = parse_number(extract_last_number(text) or "", words=True)
         if number:
             expressions.append(to_rational(number))
     return [x for x in expressions if isinstance(x, str) or is_light(x)]
