@@ -52,7 +52,7 @@ class Episodes:
     completions: Completions
     task_ids: Int[np.ndarray, "B"]  # number of the problem in the environment
     texts: list[str]  # graded text: the assistant prefix and the completion; in a conversation, the last reply
-    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 if the reward failed
+    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 if the reward failed, NaN if there is none
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds

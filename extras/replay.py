@@ -249,7 +249,7 @@ def branch(
     return Episodes(
         completions,
         task_ids=np.repeat(task, num_samples),
-        scores=collect_scores(rewards),
+        scores=collect_scores(rewards, ("return", "correct_answer")),
         failed=failed,
         failures=failures,
         times={},

@@ -623,7 +623,7 @@ TRL_REWARDS = [
     ("lengths", {}, 3.0),
     ("first_prompts", {}, 1.0),
     ("none", {}, 0.25),
-    ("none,later_rewards", {"later_rewards": 2.0, "none": 0.0}, 2.25),
+    ("none,later_rewards", {"later_rewards": 2.0}, 2.25),
     ("conversations", {}, 4.0),
 ]
 
