@@ -8,7 +8,6 @@ import ast
 import functools
 import importlib.util
 import logging
-import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -49,9 +48,6 @@ MAX_OPERATORS = 200  # most operators in a text for math-verify
 MAX_BOX = 5000
 MAX_PHRASE = 100  # characters of an answer in words
 MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
-MAX_DEGREE = 20  # largest degree of powers beside functions of something unknown
-MAX_BESIDE_LOGS = 10_000
-MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
 # where the answer stands
@@ -586,7 +582,7 @@ def _expressions(text: str, is_reference: bool) -> list[Expression]:
             number = parse_number(extract_last_number(text) or "", words=True)
         if number:
             expressions.append(to_rational(number))
-    return [x for x in expressions if isinstance(x, str) or is_light(x)]
+    return expressions
 
 
 def to_rational(number: Number) -> Expression:
@@ -647,10 +643,17 @@ def is_tame(text: str) -> bool:
     return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
 
 
-# Input that takes forever before there is anything to weigh.
+POWER = r"(?:\^|\*\*)\s*[{(]?\s*-?\s*"
+# Input that takes forever, before or after it is parsed; some of it is what a policy writes.
 HUGE = re.compile(
     r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
-    r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
+    r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)"
+    # powers of powers, large ones, those of sums, and beside functions
+    rf"|\d[\s)}}]*{POWER}\d+[\s)}}]*{POWER}|{POWER}\d{{5}}|[-+][^()]*\)\s*{POWER}\d{{3}}"
+    rf"|[-+][^()]*[-+][^()]*\)\s*{POWER}\d\d|{POWER}\d{{3}}.*\\(?:sin|cos|tan|cot|sec|csc|ln|log)"
+    rf"|\\(?:sin|cos|tan|cot|sec|csc).*{POWER}\d\d|\\log.*\d{{6}}"
+    # what sympy looks for by trying, and sums of many terms
+    rf"|\\int|\\frac\s*\{{\s*d\b.*\d|\\lim|\\Gamma.*\d\s*\^|\\(?:sum|prod).*(?:\\infty|\d{{4}}|\d\s*{POWER}\d)",
     re.DOTALL,
 )
 
@@ -665,89 +668,3 @@ def nesting(text: str) -> int:
         elif character in ")]}":
             depth = max(depth - 1, 0)
     return deepest
-
-
-INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity")
-SEARCHED = ("Integral", "Derivative", "Limit")  # sympy looks for their value by trying
-
-
-def is_light(expression: Expression) -> bool:
-    """True if sympy can compare an expression in reasonable time."""
-    if weight(expression) > MAX_WEIGHT:
-        return False
-    if isinstance(expression, str) or not hasattr(expression, "atoms"):
-        return True
-    import sympy
-
-    nodes = [node for node in sympy.preorder_traversal(expression) if isinstance(node, sympy.Basic)]
-    if any(kind_of(node) == "log" for node in nodes) and largest_beside_logs(expression) > MAX_BESIDE_LOGS:
-        return False
-    is_function = [getattr(node, "is_Function", False) and bool(node.free_symbols) for node in nodes]
-    is_searched = any(kind_of(node) in SEARCHED for node in nodes)
-    if is_searched and (any(is_function) or not all(map(is_polynomial, nodes))):
-        return False
-    return not (is_searched or any(is_function)) or max(map(degree, nodes)) <= MAX_DEGREE
-
-
-def kind_of(expression: Expression) -> str:
-    """Returns the name of an expression's class."""
-    return type(expression).__name__
-
-
-def largest_beside_logs(expression: Expression) -> int:
-    """Returns the largest integer outside of logarithms: sympy draws it into them, as an exponent."""
-    if kind_of(expression) == "log":
-        return 0
-    own = abs(expression.p) if getattr(expression, "is_Rational", False) else 0
-    return max([own, *map(largest_beside_logs, getattr(expression, "args", expression))])
-
-
-def is_polynomial(expression: Expression) -> bool:
-    """False for a power with another exponent than a natural number."""
-    return kind_of(expression) != "Pow" or bool(expression.args[1].is_Integer and expression.args[1] > 0)
-
-
-def degree(expression: Expression) -> int:
-    """Returns the size of the exponent of a power of something unknown, 0 for any other expression."""
-    if kind_of(expression) != "Pow" or not expression.args[0].free_symbols:
-        return 0
-    return math.ceil(abs(expression.args[1])) if expression.args[1].is_Rational else 1
-
-
-def weight(expression: Expression) -> float:
-    """Returns about the bits of the largest number (or 8 for each term of an expanded power) in an expression.
-
-    It looks at the parts first and evaluates nothing.
-    """
-    arguments = getattr(expression, "args", expression)  # a matrix is a sequence
-    parts = [weight(argument) for argument in arguments]
-    if not parts:
-        is_rational = getattr(expression, "is_Rational", False)
-        return float(max(expression.p.bit_length(), expression.q.bit_length(), 1)) if is_rational else 1.0
-    if max(parts) > MAX_WEIGHT:
-        return math.inf
-    match kind_of(expression):
-        case "Pow" | "MatPow":
-            return power_weight(*expression.args, *parts)
-        case "Sum" | "Product" | "Integral" | "Limit" if any(
-            kind_of(atom) in INFINITIES for limits in expression.args[1:] for atom in limits.atoms()
-        ):
-            return math.inf  # nobody's final answer, and sympy may look for its value forever
-        case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
-            return sum(parts) * 2 ** min(max(parts), 64)
-    if getattr(expression, "is_Function", False):
-        return 4 * sum(parts)  # each is rewritten in several ways, and what is in it again each time
-    return sum(parts)
-
-
-def power_weight(base: Expression, exponent: Expression, base_weight: float, exponent_weight: float) -> float:
-    """Returns the weight of a power from its parts and their weights."""
-    if kind_of(exponent) in INFINITIES:
-        return math.inf
-    size = math.ceil(abs(exponent)) if exponent.is_Rational else math.ceil(2 ** min(exponent_weight, 64))
-    addends = len(base.args) if getattr(base, "is_Add", False) else 1
-    if addends == 1 or size > 10**6:
-        return base_weight * (size + 1)
-    terms = math.comb(size + addends - 1, addends - 1)
-    per_term = max(8, terms / 12) if base.free_symbols else 1
-    return base_weight * terms * per_term
