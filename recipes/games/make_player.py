@@ -29,8 +29,7 @@ from envs import guess
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
 from envs.tools.episode import ToolEpisode
 from models.tokenizer import Tokenizer
-from recipes.calculator import environment as calculator
-from recipes.games import gridworld, tictactoe
+from recipes.games import calculator, gridworld, tictactoe
 from runs.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
