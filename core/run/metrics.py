@@ -28,8 +28,8 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
     if np.any(episodes.completions.slot_steps):  # rollouts of --rollouts_from were not sampled here
         metrics["rollout/tokens_per_second"] = float(lengths.sum() / episodes.times["rollout"])
     for name, x in episodes.scores.items():
-        graded = x[is_graded & ~np.isnan(x)]
-        metrics.setdefault(f"env/{name}", float(graded.mean()) if len(graded) else math.nan)
+        is_there = is_graded & ~np.isnan(x)
+        metrics.setdefault(f"env/{name}", float(x[is_there].sum() / is_there.sum()) if is_there.any() else math.nan)
     for reason in sorted({*episodes.stops}):
         metrics[f"stop/{reason}"] = episodes.stops.count(reason) / len(episodes)
     for kind, count in episodes.failures.items():
