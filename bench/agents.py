@@ -71,7 +71,7 @@ def game(ask, messages, row):
 """,
     "calculator": """
 def game(ask, messages, row):
-    from envs.calculator import calculate
+    from recipes.games.calculator import calculate
     from envs.grading.answers import final_answer
     from envs.grading.numerals import same_number
     from envs.tools.episode import ToolEpisode, ToolSettings

@@ -83,7 +83,7 @@ class Examples:
         if self.scorer is None or prompt not in self.numbers:
             return None
         (rewards,), _ = self.scorer.score_replies([self.numbers[prompt]], [reply])
-        return None if rewards is None else rewards["correct_answer"] > 0
+        return None if rewards is None or "correct_answer" not in rewards else rewards["correct_answer"] > 0
 
 
 class GradedModel(ChatModel):

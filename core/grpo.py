@@ -245,7 +245,7 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows. The reward is the environment's "return", which --reward replaces; NaN: grading failed."""
+    """Returns all rows. The reward is the environment's "return", which --reward replaces; NaN: there is none."""
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])[episodes.rollout]
     parts = episodes.scores if config.objective.parts.reward_parts else {}

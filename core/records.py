@@ -53,7 +53,7 @@ class Episodes:
     rollout: Int[np.ndarray, "B"]  # number of the rollout that a row belongs to, from 0 on; rows of one are adjacent
     task_ids: Int[np.ndarray, "E"]  # number of the problem in the environment
     texts: list[str]  # graded text: the assistant prefix and the completion; in a conversation, the last reply
-    scores: dict[str, Float[np.ndarray, "E"]]  # "return" and its parts; 0 if the reward failed
+    scores: dict[str, Float[np.ndarray, "E"]]  # "return" and its parts; 0 if the reward failed, NaN if there is none
     failed: Bool[np.ndarray, "E"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds

@@ -6,7 +6,7 @@ N tasks, G samples of each, B rows (see core/records.py), A completion columns.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem
 from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.shaping import RewardConfig, add_truncation_penalty
+from envs.scoring.shaping import RewardConfig, add_truncation_penalty, reward_names
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
@@ -145,9 +145,10 @@ class RolloutWorker:
             sampled = time.perf_counter()
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
+        known = {"return", "correct_answer"} & reward_names(self.scorer.parts, self.env)
         episodes = Episodes(
             task_ids=np.repeat(task_ids, num_samples),
-            scores=collect_scores(rewards),
+            scores=collect_scores(rewards, known),
             failed=failed,
             failures=failures,
             times={"rollout": sampled - clock, "score": time.perf_counter() - sampled},
@@ -172,9 +173,9 @@ class RolloutWorker:
         return prompt
 
 
-def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:
-    """Returns an array [B] for each part of the rewards; 0 for a row without this part."""
-    names = {"return", "correct_answer"}.union(*(reward or {} for reward in rewards))
+def collect_scores(rewards: Sequence[Mapping[str, float] | None], known: Iterable[str]) -> dict[str, np.ndarray]:
+    """Returns an array [B] for each part of the rewards, and for `known` ones; 0 for a row without this part."""
+    names = set(known).union(*(reward or {} for reward in rewards))
     scores = {}
     for name in sorted(names):
         values = [(reward or {}).get(name, 0.0) for reward in rewards]

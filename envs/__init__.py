@@ -37,7 +37,7 @@ ENVS = {
     "tictactoe": ("recipes.games.tictactoe", "TicTacToe", {}),
     "gridworld": ("recipes.games.gridworld", "Gridworld", {}),
     "wordle": ("recipes.games.wordle", "Wordle", {}),
-    "calculator": ("envs.calculator", "Calculator", {}),
+    "calculator": ("recipes.games.calculator", "Calculator", {}),
     "python": ("recipes.python_tool.python_tool", "Python", {}),
     "search": ("recipes.search.search", "Search", {}),
     "reasoning_gym": ("recipes.reasoning_gym.reasoning", "ReasoningGym", {}),

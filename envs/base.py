@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 from envs.grading.answers import final_answer, one_spelling
 from utils.settings.errors import UserError
 
+NOT_APPLICABLE = "not_applicable"  # part that counts replies without a score, whose return is NaN
 MAX_OBSERVED = 100_000  # characters of an environment's messages in a step; longer text is cut
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
 
@@ -66,11 +67,12 @@ class Trial(str):
 
     form: str = ""
     reference: str = ""
+    shown: str = ""  # how the reply gives it, one of WRITTEN in envs/data/questions.py
 
     @classmethod
-    def of(cls, text: str, form: str, reference: str) -> Self:
+    def of(cls, text: str, form: str, reference: str, shown: str) -> Self:
         new = cls(text)
-        new.form, new.reference = form, reference
+        new.form, new.reference, new.shown = form, reference, shown
         return new
 
 
@@ -210,7 +212,7 @@ class Env:
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 
-        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0; both are there in every environment.
+        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0, for environments that know what is right.
         All other keys are logged as they are.
         """
         raise NotImplementedError

@@ -36,10 +36,11 @@ class Poem(Env):
         return Problem([{"role": "user", "content": prompt}])
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the rewards and the length; a poem of `max_characters` is correct, and none if that is not set."""
-        is_full = 0 < self.max_characters <= len(text)
-        reward = float(self.max_characters if is_full else len(text))
-        return {"return": reward, "correct_answer": float(is_full), "characters": float(len(text))}
+        """Returns the rewards and the length; a poem of `max_characters` is correct, if that is set."""
+        if not self.max_characters:
+            return {"return": float(len(text)), "characters": float(len(text))}
+        value = float(min(self.max_characters, len(text)))
+        return {"return": value, "correct_answer": float(value == self.max_characters), "characters": float(len(text))}
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return {"right": "la " * (self.max_characters // 3 + 1), "wrong": ""}

@@ -248,7 +248,7 @@ def branch(
     failed = np.array([reward is None for reward in rewards])
     return Episodes(
         task_ids=np.repeat(task, num_samples),
-        scores=collect_scores(rewards),
+        scores=collect_scores(rewards, ("return", "correct_answer")),
         failed=failed,
         failures=failures,
         times={},

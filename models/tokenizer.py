@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -50,6 +50,7 @@ class Tokenizer:
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
+    plain: frozenset[str] = frozenset()  # special tokens that texts only quote
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -96,8 +97,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text; nothing is added before or after it."""
+        first, *rest = self.pieces(text)
         with named_failure(text):
-            return self.hf.encode(text, add_special_tokens=False)
+            ids = self.hf.encode(first, add_special_tokens=False)
+        return sum([self.encode_behind(TURN, piece) for piece in rest], ids)
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns a text, divided behind the first character of each token of `plain`, so that none is found in it."""
+        if not self.plain:
+            return [text]
+        places = [match.start() + 1 for match in re.finditer(f"(?={'|'.join(map(re.escape, self.plain))})", text)]
+        return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a text, and the characters that each stands for."""
@@ -107,6 +117,9 @@ class Tokenizer:
 
     def encode_behind(self, before: str, text: str) -> list[int]:
         """Returns the ids of a text behind another one: SentencePiece would begin a separate text with a blank."""
+        text, *rest = self.pieces(text)
+        if rest:
+            return sum([self.encode_behind(before, piece) for piece in (text, *rest)], [])
         ids, spans = self.encode_spans(before + text)
         first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
         is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
@@ -119,11 +132,11 @@ class Tokenizer:
         places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
         return whole[: next(places, 0)]
 
-    def spelled(self, messages: Sequence[Message]) -> str:
-        """Returns the first token spelled in messages that is special, or is neither word nor tag; empty: none."""
-        signs = [sign for sign in self.added_ids if sign in self.special_ids or not TAG.fullmatch(sign)]
-        contents = [*map(content_of, messages)]
-        return next((sign for sign in signs if sign.strip() and any(sign in text for text in contents)), "")
+    def spelled(self, messages: Sequence[Message]) -> list[str]:
+        """Returns the tokens spelled in messages that are special, or neither words nor tags."""
+        special, contents = self.special_ids, [*map(content_of, messages)]
+        signs = [sign for sign in self.added_ids if sign.strip() and (sign in special or not TAG.fullmatch(sign))]
+        return [sign for sign in signs if any(sign in text for text in contents)]
 
     def prompt_notes(self, messages: Sequence[Message], plain: bool) -> list[str]:
         """Returns notes on prompts of such messages that users may not expect."""
@@ -131,7 +144,7 @@ class Tokenizer:
         if not (self.has_template or plain):
             notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
         if spelled := self.spelled(messages):
-            notes.append(f"prompts spell {spelled}, which becomes this token, as in transformers")
+            notes.append(f"prompts spell {spelled[0]}, which becomes this token, as in transformers")
         return notes
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:

@@ -128,7 +128,7 @@ def test_no_import_runs_back_up():
         ("core.sampler", "def late():\n    from core.chains.turns import Conversations"),
         ("core.extensions.teacher", "from core import grpo"),
         ("core.rollout", "from extras.replay import replay"),
-        ("envs.calculator", "import jax.numpy"),
+        ("envs.guess", "import jax.numpy"),
         ("envs", "from recipes.games.wordle import Wordle"),
         ("models.lora", "from core.records import Batch"),
         ("utils.metrics.health", "from utils.reporting.plots import COLORS"),

@@ -234,8 +234,8 @@ class AgentConversations(Conversations):
         problem = replace(
             self.problems[row], messages=list(asked.messages), tools=asked.request.tools, thinking=thinking, prefix=""
         )
-        check_forged(self.tokenizer, [*asked.messages, *asked.request.tools])
-        prompt = chat_prompt(self.tokenizer, problem)
+        tokenizer = check_forged(self.tokenizer, [*asked.messages, *asked.request.tools])
+        prompt = chat_prompt(tokenizer, problem)
         if len(prompt) > self.longest_prompt:
             raise UserError(FULL)
         self.problems[row] = problem
@@ -243,8 +243,8 @@ class AgentConversations(Conversations):
 
     def continued(self, row: int, asked: Asked) -> Observation:
         """Returns what follows a row's last reply, or its end if that is too long."""
-        check_forged(self.tokenizer, asked.messages)
-        tokens, episode = self.encode(row, Step(list(asked.messages))), self.episodes[row]
+        tokenizer, episode = check_forged(self.tokenizer, asked.messages), self.episodes[row]
+        tokens = self.encode(row, Step(list(asked.messages)), tokenizer)
         if len(tokens) < episode.num_left:
             episode.messages.append(list(asked.messages))
             return Observation(tokens)
@@ -323,8 +323,17 @@ def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return tokenizer.chat(thoughtless, *style)
 
 
-def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError for text that spells a special token: a message must not forge a turn."""
-    text = json.dumps(said, ensure_ascii=False)
-    if spelled := tokenizer.spelled([{"role": "user", "content": text}]):
-        raise UserError(f"a message spells {spelled}, which is a token of the chat template: leave it out")
+def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Returns a tokenizer to which special tokens in messages are text.
+
+    Raises: UserError for tokens that the chat template writes itself: a message must not forge a turn.
+    """
+    spelled = tokenizer.spelled([{"role": "user", "content": json.dumps(said, ensure_ascii=False)}])
+    if not spelled:
+        return tokenizer
+    written = tokenizer.template + tokenizer.hf.decode(tokenizer.stop_ids)
+    with contextlib.suppress(UserError):
+        written += tokenizer.render([{**message, "content": ""} for message in said if "role" in message], None)
+    if forged := next((sign for sign in spelled if sign in written), ""):
+        raise UserError(f"a message spells {forged}, which is a token of the chat template: leave it out")
+    return replace(tokenizer, plain=frozenset(spelled))

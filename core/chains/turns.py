@@ -316,13 +316,13 @@ class Conversations(Replies):
         episode.stop = "max_tokens" if episode.num_left < 0 else stop
         return Observation(finished=episode.stop != "max_tokens")
 
-    def encode(self, row: int, step: Step) -> list[int]:
+    def encode(self, row: int, step: Step, tokenizer: Tokenizer | None = None) -> list[int]:
         """Returns the tokens between a turn and the next; a turn that was truncated or ended differently is closed."""
         if step.messages[0]["role"] == INLINE:
             dialect = DIALECTS[self.env.dialect]
             return self.tokenizer.results(step.messages, dialect.result_opening, dialect.result_closing)
         problem, episode = self.problems[row], self.episodes[row]
-        bridge = self.tokenizer.bridge(
+        bridge = (tokenizer or self.tokenizer).bridge(
             episode.before(problem.messages),
             step.messages,
             thinking=problem.thinking,

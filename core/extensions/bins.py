@@ -76,7 +76,7 @@ class ChosenTasks:
         """
         shape = -1, self.sampling.group_size
         num_groups = cursor - self.before.cursor
-        is_graded = ~episodes.failed.reshape(shape)[:num_groups]
+        is_graded = ~(episodes.failed | np.isnan(episodes.scores["return"])).reshape(shape)[:num_groups]
         is_solved = (episodes.scores["correct_answer"].reshape(shape)[:num_groups] > 0) & is_graded
         old, new, metrics = self.before.memory.get(MEMORY, {}), {}, {}
         for number, name in enumerate(self.sampling.tasks):

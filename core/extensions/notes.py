@@ -85,22 +85,24 @@ def describe_objective(config: ObjectiveConfig) -> str:
 
 
 def describe_parts(config: Config, worker: RolloutWorker) -> str:
-    """Returns in one line the parts of the reward that gdpo compares.
+    """Returns in one line the parts of the reward that gdpo compares; empty without them.
 
-    Raises: UserError for a part that no reward has, when replies to the first problems are tried.
+    Raises: UserError for a part that is asked for and no reward has, when replies to the first problems are tried.
     """
     weights = config.objective.parts.weights
-    if not weights:
-        return ""
+    asked = {name: f"--reward_parts {name}={weight:g}" for name, weight in weights.items()}
+    if config.rewards.length_reward == "cosine":
+        asked.setdefault("correct_answer", "--length_reward cosine, which pays by correct_answer")
     parts = worker.scorer.parts
-    found = reward_names(parts, worker.env.truncation_penalty)
+    found = reward_names(parts, worker.env)
     found |= {"length_reward"} if config.rewards.length_reward else set()
-    for name in weights:
+    for name, option in asked.items():
         if parts and not worker.env.programs and name not in found:  # a program names its own
             raise UserError(
-                f"--reward_parts {name}={weights[name]:g}: no reward of {worker.name} has this part: name some of "
-                f"{', '.join(sorted(found))}"
+                f"{option}: no reward of {worker.name} has this part: name some of {', '.join(sorted(found))}"
             )
+    if not weights:
+        return ""
     terms = [f"{weight:g} x {name}" for name, weight in weights.items()]
     return f"A sums z-scores of {' + '.join(terms)}, and is normalized over the batch"
 

@@ -261,7 +261,7 @@ class Run:
         roles = {settings.label: role for role, settings in self.environments.items()}
         parts, open_roles = {}, set()
         for worker in self.workers:
-            parts[roles[worker.name]] = reward_names(worker.scorer.parts, worker.env.truncation_penalty)
+            parts[roles[worker.name]] = reward_names(worker.scorer.parts, worker.env)
             if worker.env.has_turns:
                 open_roles |= {roles[worker.name], "stop"}
             if self.settings.get("task_sampling") == "bins":

@@ -1,5 +1,6 @@
 """Metrics of the rollouts of a step, whether they are trained on or not, and of its speed."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,9 +14,8 @@ from utils.devices.sharding import Layout
 
 
 def rollout_metrics(episodes: Episodes) -> dict[str, float]:
-    """Returns means over the rollouts that were graded, lengths, failures and times."""
+    """Returns means over the rollouts that were graded and have the reward, lengths, failures and times."""
     is_graded = ~episodes.failed
-    num_graded = max(is_graded.sum(), 1)
     lengths = episodes.completion_lengths
     returns = np.where(is_graded, episodes.scores["return"], np.nan)
     metrics = {
@@ -28,7 +28,8 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
     if np.any(episodes.completions.slot_steps):  # stored rollouts were not sampled here
         metrics["rollout/tokens_per_second"] = float(lengths.sum() / episodes.times["rollout"])
     for name, x in episodes.scores.items():
-        metrics.setdefault(f"env/{name}", float(x[is_graded].sum() / num_graded))
+        is_there = is_graded & ~np.isnan(x)
+        metrics.setdefault(f"env/{name}", float(x[is_there].sum() / is_there.sum()) if is_there.any() else math.nan)
     for reason in sorted({*episodes.stops}):
         metrics[f"stop/{reason}"] = episodes.stops.count(reason) / len(episodes)
     for kind, count in episodes.failures.items():

@@ -246,11 +246,12 @@ def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Ep
 def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
     """Returns the text, the answer, the scores and the length in tokens of a completion."""
     conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
+    value, correct = round(float(episodes.scores["return"][row]), 6), episodes.scores.get("correct_answer")
     return {
         "text": episodes.texts[row],
         "answer": env.answer(episodes.texts[row]),
-        "return": round(float(episodes.scores["return"][row]), 6),
-        "correct": bool(episodes.scores["correct_answer"][row] > 0),
+        "return": None if np.isnan(value) else value,
+        **({"correct": bool(correct[row] > 0)} if correct is not None else {}),
         "length": int(episodes.completion_lengths[row]),
         "finished": bool(episodes.finished[row]),
         **conversation,

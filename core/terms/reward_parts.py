@@ -57,7 +57,7 @@ def check_parts(config: PartsConfig, advantage: str) -> None:
 
 
 def part_rewards(batch: Batch, config: PartsConfig) -> Float[np.ndarray, "K B"]:
-    """Returns the rewards by part, without their weights; NaN if the grader failed, 0 for a part that is not there."""
+    """Returns the rewards by part, without weights; NaN if there is no reward or no such part, 0 if no reply has it."""
     absent = np.zeros(len(batch))
     parts = np.float32([batch.reward_parts.get(name, absent) for name in config.weights])
     return np.where(np.isnan(batch.rewards), np.float32(np.nan), parts)
@@ -67,13 +67,14 @@ def by_part(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Returns a method of core/advantages.py that compares each part of the reward by itself.
 
     The results are summed by the parts' weights, and then whitened over the rows that stay. A part whose rewards are
-    all equal in a group adds exactly 0 to it. Source: GDPO, arXiv 2601.05242, section 3.1.
+    all equal in a group adds exactly 0 to it, and so does a part that a row has not. Source: GDPO, arXiv 2601.05242,
+    section 3.1; rows without a part as in TRL's normalize_then_sum.
     """
 
     def of_parts(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B 1"]:
         weights = np.float32([*config.parts.weights.values()])
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
-        summed = weights @ advantages.reshape(len(weights), -1)
+        summed = weights @ np.nan_to_num(advantages).reshape(len(weights), -1)
         is_kept = np.logical_or.reduceat(batch.mask.any(axis=1), batch.first_rows)
         return masked_whiten(summed[:, None], is_kept[:, None])
 

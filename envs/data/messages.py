@@ -255,20 +255,24 @@ MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write fo
 def read_references(value: JSON) -> list[str]:
     """Returns the texts of an answer, or of a list of answers, all of them right; none if it is empty.
 
-    Raises: ValueError for anything but texts and numbers.
+    Raises: ValueError for anything but texts and numbers, and for a text that may mean a missing value. In a list it
+    is what it says.
     """
     if isinstance(value, dict) and "ground_truth" in value:  # verl's
         value = value["ground_truth"]
-    return list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
+    texts = list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
+    if not isinstance(value, list) and texts and texts[0] in MISSING:
+        raise ValueError(
+            f"its answer is the text {texts[0]!r}, which programs write for a missing value: if it is the answer, "
+            f'write the list ["{texts[0]}"]'
+        )
+    return texts
 
 
 def read_reference(value: JSON) -> str:
     """Returns an answer as text, empty for null. Raises: ValueError for anything but a text or a number."""
     if value is None or isinstance(value, str):
-        text = (value or "").strip()
-        if text in MISSING:
-            raise ValueError(f"its answer is the text {text!r}, which programs write for a missing value")
-        return text
+        return (value or "").strip()
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
         key = next(iter(value), "KEY") if isinstance(value, dict) else ""
         advice = f"; name one of its keys, as answer=COLUMN.{key}" if key else ""

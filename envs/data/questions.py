@@ -21,7 +21,8 @@ PROMPTS = {
     "hash": "Think step by step, then give the final number on a last line of its own, after ####.",
     "any": "",
 }
-WRITTEN = {"tags": "<answer>\n{}\n</answer>", "boxed": "\\boxed{{{}}}", "hash": "#### {}", "any": "The answer is {}"}
+WRITTEN = {"tags": "<answer>\n{}\n</answer>", "boxed": "\\boxed{{{}}}", "hash": "#### {}", "any": "The answer is {}."}
+WRITTEN["alone"] = "{}"
 
 
 class Questions(Env):
@@ -82,6 +83,7 @@ def written_answers(form: str, answer: str) -> dict[str, str]:
 
 
 def written_trials(problem: Problem, form: str, references: list[str]) -> list[Trial]:
-    """Returns a reply for each reference, in a form; in the form any as the prompt shows it."""
-    shown = (form == "any" and shown_form(problem.messages)) or form
-    return [Trial.of(WRITTEN[shown].format(reference), form, reference) for reference in references]
+    """Returns a reply for each reference, in a form; in the form any as the prompt shows it, or in those of models."""
+    shown = shown_form(problem.messages) if form == "any" else form
+    ways = [shown] if shown else ["any", "alone", "boxed"]
+    return [Trial.of(WRITTEN[way].format(text), form, text, way) for way in ways for text in references]

@@ -8,7 +8,6 @@ import ast
 import functools
 import importlib.util
 import logging
-import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -20,8 +19,11 @@ from envs.grading.numerals import (
     CHANGING,
     EMPHASIS,
     EXACT,
+    MONEY,
     REPEATING,
     SUPERSCRIPTS,
+    UNIT_OF,
+    UNIT_PHRASE,
     VULGAR,
     Number,
     agree,
@@ -46,9 +48,6 @@ MAX_OPERATORS = 200  # most operators in a text for math-verify
 MAX_BOX = 5000
 MAX_PHRASE = 100  # characters of an answer in words
 MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
-MAX_DEGREE = 20  # largest degree of powers beside functions of something unknown
-MAX_BESIDE_LOGS = 10_000
-MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
 # where the answer stands
@@ -124,51 +123,93 @@ def holds_answer(line: str) -> bool:
     return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
+STATED = re.compile(r"\banswer(?:\s+[a-z]+){0,6}?\s*(?:\bis\b|[:=])[\s:]*(?=\S)", re.IGNORECASE)
+NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
+NOTE = re.compile(
+    r"(?:\n[^\w\n]*|[(\[;,]\s*)(?:confidence|certainty|probability|explanation|reason(?:ing)?|rationale|note)\b.*",
+    re.IGNORECASE | re.DOTALL,
+)  # what models add to an answer
+SURE = {"yes", "no", "true", "false"}  # labels, whatever numbers the explanation has
+DOUBT = re.compile(
+    r"\b(?:wait|actually|sorry|correction|mistake|instead|wrong|incorrect|however|rather|reconsider\w*|also|maybe"
+    r"|perhaps|might|could|either|unsure|oops|second thought|no[,.!])",
+    re.IGNORECASE,
+)
+OTHER_LETTER = re.compile(r"\b[B-HJ-Z]\b|\bA\b(?!\s+[a-z])|\bA(?=\s+(?:is|was|would|can|does)\b)")
+
+
+def extract_prose(text: str) -> str | None:
+    """Returns the answer that the end of a text gives without a form: None if there is none, or more than one.
+
+    That is what follows the last "answer is" or "Answer:", or the text itself, if it is one short line without numbers
+    or without words. Then come a label on a line of its own beside its explanation (see `extract_label`), and the last
+    number.
+    """
+    text = EMPHASIS.sub(r"\2", text.rpartition("</think>")[2][-MAX_MATH:].strip())
+    *_, lead = [None, *STATED.finditer(text)]
+    if lead:
+        text = text[: lead.end()] + NOTE.sub("", text[lead.end() :])
+    line = LEAD.sub("", text[lead.end() if lead else 0 :].rstrip(" .。"))
+    if "\n" not in line and len(line) <= 2 * MAX_PHRASE and is_bare(line):
+        return line
+    label = extract_label(text)
+    return extract_last_number(text) if label is None else label
+
+
+def is_bare(line: str) -> bool:
+    """True if a line is an answer as a whole: up to three words, more without a number, or a formula without words."""
+    if choice(line) or not re.search(r"\d", line):
+        return bool(re.search(r"\w", line)) and line.lower() not in NO_ANSWER
+    words = PROSE.findall(WRAPPER.sub(r"\1", line))
+    is_formula = all(word in PLAIN_NAMES or word in UNIT_OF for word in words)
+    return (is_formula or len(line.split()) <= 3) and not re.search(r"[.:;]\s", line)
+
+
+def extract_label(text: str) -> str | None:
+    """Returns the choice or the word or two on the first or last line of a text whose other lines explain it.
+
+    None if other lines name another choice, or doubt it, and if a number may be the answer as well.
+    """
+    lines = [STATED.split(line)[-1].strip() for line in text.splitlines() if line.strip()]
+    labels = [line for line in lines if choice(line) or ("?" not in line and 0 < len(letters(line).split()) <= 3)]
+    if len(labels) != 1 or labels[0] not in (lines[0], lines[-1]):
+        return None
+    rest = "\n".join(line for line in lines if line != labels[0])
+    word, letter = letters(labels[0]), choice(labels[0])
+    others = {name.lower() for name in re.findall(r"[^\W\d_]+", rest)} & (SURE - {word}) if word in SURE else ()
+    if letter:
+        others = {*OTHER_LETTER.findall(rest)} - {letter}
+    is_sure = letter or word in SURE or not re.search(r"\d", rest)
+    return None if others or not is_sure or DOUBT.search(rest) or not SENTENCE.search(rest) else labels[0]
+
+
 NUMBERS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
-CLAUSE_END = re.compile(r"[;\n]|[,.:?](?=\s)")
-SEPARATE = re.compile(rf"[^\W\d_]{{2}}|{CLAUSE_END.pattern}")  # between numbers that do not belong together
+CLAUSE_END = re.compile(r"[;\n。！？；।]|[,.:?](?=\s)")
+SEPARATE = re.compile(rf"{PROSE.pattern}|{CLAUSE_END.pattern}")  # between numbers that do not belong together
+TOGETHER = re.compile(
+    rf"\W*(?:(?:[^\W\d_]+[\s,]+)?(?:and|or|to|through|until)\b\W*|,\s+\W{{0,3}}|(?:{'|'.join(UNIT_OF)})\s+)"
+)  # between numbers of an interval, a list, or a length in feet and inches
 
 
 def extract_last_number(text: str) -> str | None:
-    """Returns the last number in the last 2000 characters of a text, with its sign; None if there is none.
+    """Returns the last number in a text, with its sign; None if there is none.
 
-    Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). If something else changes it ("half of 18"), its
-    whole clause is returned.
+    Its sign, scale, fraction and unit belong to it ("18 thousand", "1 1/2 km"). If something else changes it ("half of
+    18"), or it is one of several ("between 5 and 7"), its whole clause is returned.
     """
-    text = text[-2000:]
     numbers = [*NUMBERS.finditer(text)]
     if not numbers:
         return None
-    start = 0
+    start, first = 0, numbers[0]
     for before, number in pairwise(numbers):
-        if SEPARATE.search(text[before.end() : number.start() + 1]):
-            start = before.end()
-    last = numbers[-1]
-    clauses = [end.end() for end in CLAUSE_END.finditer(text, start, last.start())]
-    end = CLAUSE_END.search(text, last.end())
+        between = text[before.end() : number.start()]
+        if SEPARATE.search(between + number[0][0]) and not TOGETHER.fullmatch(between):
+            start, first = before.end(), number
+    clauses = [end.end() for end in CLAUSE_END.finditer(text, start, first.start())]
+    end = CLAUSE_END.search(text, numbers[-1].end())
     clause = text[max([start, *clauses]) : end.start() if end else len(text)].strip()
     match = find_number(clause, words=True)
-    return match[1] if match else clause
-
-
-STATED = re.compile(r"\banswer(?:\s+[a-z]+){0,6}?\s*(?:\bis\b|[:=])[\s:]*(\S[^\n]{0,200})\s*$", re.IGNORECASE)
-NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
-
-
-def extract_stated(text: str) -> str | None:
-    """Returns what the end of a text gives in words: Paris in "So the answer is Paris."; None if it gives none.
-
-    A number, in digits or in words, is not looked for here.
-    """
-    tail = EMPHASIS.sub(r"\2", text[-500:].rstrip())
-    *_, start = [None, *re.finditer(r"\banswer\b", tail, re.IGNORECASE)]
-    match = start and STATED.match(tail, start.start())
-    if not match or re.search(r"\d", match[0]):
-        return None
-    answer = match[1].rstrip(" .")
-    first = re.search(r"[^\W\d_]+", answer)
-    is_spelled = first is not None and word_kind(first[0], False) == "o"
-    return None if is_spelled or answer.lower() in NO_ANSWER else answer
+    return match[1] if match else LEAD.sub("", clause.rstrip(" ."))
 
 
 def final_answer(text: str, form: str) -> str | None:
@@ -181,7 +222,7 @@ def final_answer(text: str, form: str) -> str | None:
         case "boxed":
             return extract_boxed(text)
         case _:
-            extractors = (extract_answer, extract_boxed, last_hash, extract_stated, extract_last_number)
+            extractors = (extract_answer, extract_boxed, last_hash, extract_prose)
             answers = (extract(text) for extract in extractors)
             answer = next((answer for answer in answers if answer is not None), None)
     boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
@@ -281,6 +322,7 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     reference, answer = EMPHASIS.sub(r"\2", reference), LEAD.sub("", EMPHASIS.sub(r"\2", answer))
     if (chosen := choice(reference)) and choice(answer):
         return chosen == choice(answer)
+    reference, answer = (CHOICE_LABEL.sub("", text) if choice(text) else text for text in (reference, answer))
     if (named := words(reference)) and letters(answer):
         return named == letters(answer)
     reference, reference_unit = split_unit(reference)
@@ -289,7 +331,7 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
         return False
     digits = digits_written(reference, answer)
     reference_number = parse_number(reference)
-    answer_number = parse_number(answer)
+    answer_number = parse_number(answer) or (reference_number and sentence_number(answer))
     if reference_number and answer_number:
         if reference_number.equals(answer_number, digits):
             return True
@@ -311,7 +353,8 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
 
 LEAD = re.compile(
     r"^\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
-    r"(?:(?:answer|choice|option)(?:\s+is\b\s*:?|\s*[:=])|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
+    r"(?:(?:answer|choice|option|solution)s?(?:\s+(?:is|are)\b\s*:?|\s*[:=])|(?:it|this|that)(?:\s+is\b|['’]s\b)"
+    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
     re.IGNORECASE,
 )  # before an answer
 CHOICE = re.compile(
@@ -319,6 +362,7 @@ CHOICE = re.compile(
     r"|(?P<alone>[A-Z])(?:\s+[-–—]\s+(?P<behind>.*)|[\s$\"'“”.,]*|\s+is\s+(?:correct|right)\.?))",
     re.DOTALL,
 )
+CHOICE_LABEL = re.compile(r"^(?:\\(?:text|math)bf\s*\{)?\s*(?:\([A-Z]\)\}?(?=\\?\s)|[A-Z]\s*[.:)])\s*(?=\S)")
 OTHER_CHOICE = re.compile(
     r"[(\[]\s*[A-Z]\s*[)\]]|(?<![\w.])[A-Z][.:)](?!\w)|(?:\b(?:or|and|not|is|option|choice|answer)|[,;/&])\W*[A-Z]\b"
     r"|\b(?:wrong|incorrect)\b|^\W*[A-Z]\W*$"
@@ -370,45 +414,39 @@ def simplified(text: str) -> str:
 
 # differences that math-verify overlooks
 
-UNITS = [  # spellings of each unit
-    names.split()
-    for names in (
-        "cm centimeter centimeters centimetre centimetres, mm millimeter millimeters millimetre millimetres, "
-        "m meter meters metre metres, km kilometer kilometers kilometre kilometres, in inch inches, ft foot feet, "
-        "yd yard yards, mi mile miles, g gram grams, kg kilogram kilograms, lb lbs pound pounds, s sec second seconds, "
-        "min minute minutes, h hr hour hours, day days, week weeks, month months, year years, dollar dollars USD, "
-        "cent cents, euro euros EUR, rad radian radians, degree degrees, percent"
-    ).split(",")
-]
-UNIT_OF = {name: names[0] for names in UNITS for name in names}
 POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
-UNIT = re.compile(
-    r"(?<=[\d})])(?:\s|\\[,;: ]|~)*(?P<wrapper>\\(?:text|mbox|mathrm|textnormal)\s*\{\s*)?"
-    r"(?:(?P<kind>sq|square|cu|cubic)\.?\s+)?(?P<name>[a-zA-Z]+)\.?\s*(?:\}\s*)?"
-    r"(?P<power>squared|cubed|\^?\{?[23²³]\}?)?\s*\}?\s*$"
-)
+UNIT = re.compile(rf"(?<=[\d}})])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
+COUNTED = re.compile(r"(.*\S)\s+([^\W\d_]{3,})")  # 18 apples
 MARKS = [  # signs that are units
     (re.compile(r"\s*(?:\\[$]|[$](?=[^$]*$))"), "dollar"),
+    (re.compile(r"\s*€|.*€$", re.DOTALL), "euro"),
     (re.compile(r".*\\?%$", re.DOTALL), "percent"),
     (re.compile(r".*(?:°|\\circ\s*\}?|\\degree)$", re.DOTALL), "degree"),
 ]
 
 
-def split_unit(text: str) -> tuple[str, tuple[str, int] | None]:
+def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     r"""Returns a text without the unit at its end, and that unit with its power; None for an unknown unit or none.
 
-    "15\text{ cm}^2" is ("15", ("cm", 2)). A bare letter stays, as it may be a variable, and so do signs ($, %, °).
+    "15\text{ cm}^2" is ("15", ("cm", 2, "")), and "3 km/h" is ("3", ("km", 1, "h")). A letter straight after a number
+    stays, as it may be a variable, and so do signs ($, %, °).
     """
     text = text.strip()
     for mark, unit in MARKS:
         if mark.match(text):
-            return text, (unit, 1)
+            return text, (unit, 1, "")
     match = UNIT.search(text)
-    if match is None or match["name"] not in UNIT_OF:
-        return text, None
+    if match is None:
+        counted = COUNTED.fullmatch(text)
+        if counted and word_kind(counted[2], True) == "w" and parse_number(counted[1]):
+            return counted[1], (counted[2].lower().rstrip("s"), 1, "")
+        number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
+        return text, split_unit(number[1])[1] if number and number[1] != text else None
     power = match["kind"] or re.sub(r"[\^{}]", "", match["power"] or "")
-    is_variable = len(match["name"]) == 1 and not match["wrapper"]
-    return text if is_variable else text[: match.start()], (UNIT_OF[match["name"]], POWER_OF.get(power, 1))
+    is_variable = len(match["name"]) == 1 and match["name"].isascii() and not (match["wrapper"] or match["space"])
+    name = UNIT_OF[match["name"]]
+    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"], "")
+    return text if is_variable else text[: match.start()], unit
 
 
 ENVIRONMENT = re.compile(r"\$|\\boxed|\\\(|\\\[")
@@ -444,7 +482,7 @@ def sentence_number(text: str) -> Number | None:
         return None
     if number := parse_number(text, words=True):
         return number
-    return None if LIST.search(text) else parse_number(extract_last_number(text) or "")
+    return None if LIST.search(text) else parse_number(extract_last_number(text) or "", words=True)
 
 
 # math-verify
@@ -541,10 +579,10 @@ def _expressions(text: str, is_reference: bool) -> list[Expression]:
     expressions = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], parsing_timeout=None)
     if all(isinstance(expression, str) for expression in expressions):
         if is_reference and not number:
-            number = parse_number(extract_last_number(text) or "")
+            number = parse_number(extract_last_number(text) or "", words=True)
         if number:
             expressions.append(to_rational(number))
-    return [x for x in expressions if isinstance(x, str) or is_light(x)]
+    return expressions
 
 
 def to_rational(number: Number) -> Expression:
@@ -605,10 +643,17 @@ def is_tame(text: str) -> bool:
     return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
 
 
-# Input that takes forever before there is anything to weigh.
+POWER = r"(?:\^|\*\*)\s*[{(]?\s*-?\s*"
+# Input that takes forever, before or after it is parsed; some of it is what a policy writes.
 HUGE = re.compile(
     r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
-    r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
+    r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)"
+    # powers of powers, large ones, those of sums, and beside functions
+    rf"|\d[\s)}}]*{POWER}\d+[\s)}}]*{POWER}|{POWER}\d{{5}}|[-+][^()]*\)\s*{POWER}\d{{3}}"
+    rf"|[-+][^()]*[-+][^()]*\)\s*{POWER}\d\d|{POWER}\d{{3}}.*\\(?:sin|cos|tan|cot|sec|csc|ln|log)"
+    rf"|\\(?:sin|cos|tan|cot|sec|csc).*{POWER}\d\d|\\log.*\d{{6}}"
+    # what sympy looks for by trying, and sums of many terms
+    rf"|\\int|\\frac\s*\{{\s*d\b.*\d|\\lim|\\Gamma.*\d\s*\^|\\(?:sum|prod).*(?:\\infty|\d{{4}}|\d\s*{POWER}\d)",
     re.DOTALL,
 )
 
@@ -623,89 +668,3 @@ def nesting(text: str) -> int:
         elif character in ")]}":
             depth = max(depth - 1, 0)
     return deepest
-
-
-INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity")
-SEARCHED = ("Integral", "Derivative", "Limit")  # sympy looks for their value by trying
-
-
-def is_light(expression: Expression) -> bool:
-    """True if sympy can compare an expression in reasonable time."""
-    if weight(expression) > MAX_WEIGHT:
-        return False
-    if isinstance(expression, str) or not hasattr(expression, "atoms"):
-        return True
-    import sympy
-
-    nodes = [node for node in sympy.preorder_traversal(expression) if isinstance(node, sympy.Basic)]
-    if any(kind_of(node) == "log" for node in nodes) and largest_beside_logs(expression) > MAX_BESIDE_LOGS:
-        return False
-    is_function = [getattr(node, "is_Function", False) and bool(node.free_symbols) for node in nodes]
-    is_searched = any(kind_of(node) in SEARCHED for node in nodes)
-    if is_searched and (any(is_function) or not all(map(is_polynomial, nodes))):
-        return False
-    return not (is_searched or any(is_function)) or max(map(degree, nodes)) <= MAX_DEGREE
-
-
-def kind_of(expression: Expression) -> str:
-    """Returns the name of an expression's class."""
-    return type(expression).__name__
-
-
-def largest_beside_logs(expression: Expression) -> int:
-    """Returns the largest integer outside of logarithms: sympy draws it into them, as an exponent."""
-    if kind_of(expression) == "log":
-        return 0
-    own = abs(expression.p) if getattr(expression, "is_Rational", False) else 0
-    return max([own, *map(largest_beside_logs, getattr(expression, "args", expression))])
-
-
-def is_polynomial(expression: Expression) -> bool:
-    """False for a power with another exponent than a natural number."""
-    return kind_of(expression) != "Pow" or bool(expression.args[1].is_Integer and expression.args[1] > 0)
-
-
-def degree(expression: Expression) -> int:
-    """Returns the size of the exponent of a power of something unknown, 0 for any other expression."""
-    if kind_of(expression) != "Pow" or not expression.args[0].free_symbols:
-        return 0
-    return math.ceil(abs(expression.args[1])) if expression.args[1].is_Rational else 1
-
-
-def weight(expression: Expression) -> float:
-    """Returns about the bits of the largest number (or 8 for each term of an expanded power) in an expression.
-
-    It looks at the parts first and evaluates nothing.
-    """
-    arguments = getattr(expression, "args", expression)  # a matrix is a sequence
-    parts = [weight(argument) for argument in arguments]
-    if not parts:
-        is_rational = getattr(expression, "is_Rational", False)
-        return float(max(expression.p.bit_length(), expression.q.bit_length(), 1)) if is_rational else 1.0
-    if max(parts) > MAX_WEIGHT:
-        return math.inf
-    match kind_of(expression):
-        case "Pow" | "MatPow":
-            return power_weight(*expression.args, *parts)
-        case "Sum" | "Product" | "Integral" | "Limit" if any(
-            kind_of(atom) in INFINITIES for limits in expression.args[1:] for atom in limits.atoms()
-        ):
-            return math.inf  # nobody's final answer, and sympy may look for its value forever
-        case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
-            return sum(parts) * 2 ** min(max(parts), 64)
-    if getattr(expression, "is_Function", False):
-        return 4 * sum(parts)  # each is rewritten in several ways, and what is in it again each time
-    return sum(parts)
-
-
-def power_weight(base: Expression, exponent: Expression, base_weight: float, exponent_weight: float) -> float:
-    """Returns the weight of a power from its parts and their weights."""
-    if kind_of(exponent) in INFINITIES:
-        return math.inf
-    size = math.ceil(abs(exponent)) if exponent.is_Rational else math.ceil(2 ** min(exponent_weight, 64))
-    addends = len(base.args) if getattr(base, "is_Add", False) else 1
-    if addends == 1 or size > 10**6:
-        return base_weight * (size + 1)
-    terms = math.comb(size + addends - 1, addends - 1)
-    per_term = max(8, terms / 12) if base.free_symbols else 1
-    return base_weight * terms * per_term

@@ -118,7 +118,27 @@ KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
 # Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
 CHANGING = KINDS["r"] | PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
 CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1 and name.isascii()}
+UNITS = """cm centimeter centimeters centimetre centimetres 厘米, mm millimeter millimeters millimetre millimetres,
+m meter meters metre metres 米 м, km kilometer kilometers kilometre kilometres 公里 千米 км, in inch inches,
+ft foot feet, yd yard yards, mi mile miles, g gram grams 克, kg kilogram kilograms 公斤 千克 кг, lb lbs pound pounds,
+s sec second seconds 秒, min mins minute minutes 分钟, h hr hrs hour hours 小时 時間, day days 天 日, week weeks,
+month months 个月, year years 年, dollar dollars USD 美元, cent cents, euro euros EUR 欧元 евро, yuan CNY RMB 元 块,
+yen JPY 円, rouble руб рубль рубля рублей, won 원, rad radian radians, degree degrees, percent"""  # spellings of each
+MONEY = {"dollar", "cent", "euro", "yuan", "yen", "rouble", "won"}  # what it is paid for is no part of the unit
+UNIT_OF = {name: names[0] for names in map(str.split, UNITS.split(",")) for name in names}
+NAMED_UNIT = f"(?:{'|'.join(sorted(UNIT_OF, key=len, reverse=True))})"
+UNIT_PHRASE = (
+    rf"(?P<wrapper>\\(?:text|mbox|mathrm|textnormal)\s*\{{\s*)?(?:(?P<kind>sq|square|cu|cubic)\.?\s+)?"
+    rf"(?P<name>(?!in\s+[a-z]){NAMED_UNIT})(?![^\W\d_²³])\.?\s*(?:\}}\s*)?(?P<power>squared|cubed|\^?\{{?[23²³]\}}?)?"
+    rf"(?:(?:\s*/\s*|\s*\bper\s+)(?P<per>{NAMED_UNIT})(?![^\W\d_]))?"
+)
+UNIT_AFTER = re.compile(rf"\s*{UNIT_PHRASE}")
 OTHER_SCRIPT = re.compile(r"[^\u0000-\u03ff\u1e00-\u1fff]")  # letters that are neither Latin nor Greek
+OTHER_WORDS = re.compile(
+    "(?:答案|结果|所以|因此|最终|一共|总共|共有|等于|约|共|是|为|有|个|人|岁|歳|個|答え|は|です|정답은|입니다|ответ|равен|равна"
+    f"|это|итого|الجواب|الإجابة|هو|هي|{'|'.join(name for name in UNIT_OF if not name.isascii())})+",
+    re.IGNORECASE,
+)  # those that change no number: "the answer is", units
 UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
 
 
@@ -130,7 +150,7 @@ def word_kind(word: str, after_number: bool) -> str:
     if not bare.isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
         return "o"
     if OTHER_SCRIPT.search(bare):  # it may change the number
-        return "o"
+        return "q" if OTHER_WORDS.fullmatch(bare) else "o"
     if len(parts) > 1:
         kinds = {word_kind(word, after_number) for word in parts}
         return "o" if kinds & set("rosmhe") else "w"
@@ -187,7 +207,7 @@ NAMES = {f"k{ord(kind)}": kind for kind in TOKENS}
 LEXER = re.compile("|".join(f"(?P<{name}>{TOKENS[kind]})" for name, kind in NAMES.items()), re.DOTALL)
 SPELLINGS = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f"))  # not seen: dropped
 SPELLINGS |= {0xFF01 + k: 0x21 + k for k in range(94)}  # of full width
-SPELLINGS |= str.maketrans("−–‐‑⁄∕", "----//")
+SPELLINGS |= str.maketrans("−–‐‑⁄∕。。।،、", "----//...,,")
 EMPHASIS = re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])")
 MARKUP = [
     (re.compile(r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", re.IGNORECASE), ""),
@@ -200,7 +220,7 @@ MARKUP = [
 
 def tokenize(text: str) -> list[Token]:
     """Splits a text into tokens."""
-    text = text.translate(SPELLINGS)
+    text = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(SPELLINGS))
     for pattern, plain in MARKUP:
         text = pattern.sub(plain, text)
     tokens: list[Token] = []
@@ -284,7 +304,7 @@ def parse_number(text: str, words: bool = False) -> Number | None:
 
 @functools.lru_cache(maxsize=4096)
 def find_number(text: str, words: bool) -> tuple[Number, str] | None:
-    """Returns the number that a text is, as `parse_number` does, and how it is written, without words around it."""
+    """Returns the number that a text is, as `parse_number` does, and how it is written, with its unit."""
     if len(text) > MAX_NUMBER or text.count("{") != text.count("}"):
         return None
     tokens = tokenize(text)
@@ -298,7 +318,9 @@ def find_number(text: str, words: bool) -> tuple[Number, str] | None:
     value = phrase_value(tokens, match)
     if value is None:
         return None
-    written = "".join(token.text for token in tokens[match.start("phrase") : match.end("phrase")])
+    texts = [token.text for token in tokens]
+    unit = UNIT_AFTER.match("".join(texts[match.end("phrase") :]))
+    written = "".join(texts[match.start("phrase") : match.end("phrase")]) + (unit[0] if unit else "")
     return Number(value, match["mark"] == "%"), written.strip()
 
 

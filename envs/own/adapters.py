@@ -8,6 +8,7 @@ the same numbers when an episode is played again.
 
 import contextlib
 import inspect
+import math
 import random
 import sys
 import zlib
@@ -73,7 +74,7 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
         if reward is None:
             raise wrong_return(environment.get_reward, returned, "a number")
         scores["get_reward"] = reward
-        scores["return"] += reward
+        scores["return"] = reward + (0 if math.isnan(scores["return"]) else scores["return"])
         scores["correct_answer"] = float(scores["return"] >= 1)
     return scores
 
@@ -136,6 +137,7 @@ class GymEpisode(Episode):
     def truncate(self) -> Step:
         scores = dict(self.grade(self.text))
         reward = scores.pop("return")
+        reward = 0.0 if math.isnan(reward) else reward  # the steps pay
         scores["correct_answer"] = float(self.total + reward >= 1)
         return Step([], reward, done=True, info=scores)
 

@@ -35,7 +35,7 @@ from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
 from envs.own.adapters import Adapter, Played
-from envs.own.functions import KeyColumns, RewardFunctions
+from envs.own.functions import KeyColumns, RewardFunctions, is_correct
 from envs.own.gyms import as_gym
 from envs.own_code import code_files, load_object, read_names, with_passed_variables
 from envs.tools.episode import ToolSettings
@@ -231,7 +231,7 @@ class Dataset(Env):
     def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
         """Returns the user's rewards of replies to a problem; a return of 1 or more is correct."""
         graded = self.rewards.grade(plays, problem.answer, self.key_columns(problem.answer))
-        return [{"correct_answer": float(scores["return"] >= 1)} | scores for scores in graded]
+        return [{"correct_answer": is_correct(scores["return"])} | scores for scores in graded]
 
     def key_columns(self, row: RawRow) -> KeyColumns:
         """Returns the names of the columns with the prompt and the answer."""

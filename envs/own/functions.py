@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from envs.base import Env, Problem
+from envs.base import NOT_APPLICABLE, Env, Problem
 from envs.data.files import JSON, RawRow
 from envs.data.messages import get_column, has_column
 from envs.own.adapters import Adapter, Played
@@ -50,7 +50,6 @@ LOGGED = ("log_extra", "log_metric")  # functions that TRL gives, too
 ONLY_TRL = "trainer_state"
 VERL = ("solution_str", "predict_str", "model_output")  # names of the reply in verl
 FROM_ROW = ("data_source", "ground_truth", "extra_info")  # arguments of verl's form
-NOT_APPLICABLE = "not_applicable"  # part that counts replies for which a function returns None
 IMPORT_SECONDS = 60  # time limit for importing the file of a reward or of a class
 
 Parts = dict[str, float]  # parts of a reply's reward; "return" is its value, if that is not their sum
@@ -165,7 +164,7 @@ class RewardFunction:
             lists["environments"] = [played.environment for played in plays]
         lists |= {"log_extra": partial(log_extra, logged), "log_metric": partial(log_metric, logged)}
         values = self.items(call(self.function, lists), len(plays))
-        parts = [{"return": 0.0, NOT_APPLICABLE: 1.0} if x is None else self.parts(x, ITEMS) for x in values]
+        parts = [{"return": math.nan, NOT_APPLICABLE: 1.0} if x is None else self.parts(x, ITEMS) for x in values]
         return [extra | part for extra, part in zip(logged, parts, strict=True)]
 
     def items(self, returned: object, count: int) -> list[object]:
@@ -288,7 +287,8 @@ class RewardFunctions:
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
         """Returns the rewards of replies to a problem: "return", the weighted sum, and the parts that are logged.
 
-        These are the parts of each function and, if there are several, its value under its name.
+        These are the parts of each function and, if there are several, its value under its name. Functions that return
+        None are left out of the sum; if all do, the return is NaN.
 
         Raises: whatever a function raises, and TypeError if two of them name a part alike.
         """
@@ -297,16 +297,21 @@ class RewardFunctions:
 
     def combined(self, graded: Sequence[Parts]) -> Parts:
         """Returns the weighted sum of the functions' values for a reply, and all parts."""
-        total, scores = 0.0, {}
+        weighted, scores = [], {}
         for name, weight, parts in zip(self.names, self.weights, graded, strict=True):
             value = parts["return"] if "return" in parts else sum(parts.values())
-            total += weight * value
+            weighted += [] if math.isnan(value) else [weight * value]
             named = parts if len(self.names) == 1 else {name: value, **parts}
             twice = scores.keys() & named.keys() - {"return", NOT_APPLICABLE}
             if twice:
                 raise TypeError(f"two rewards have a part {min(twice)!r}: give one of them another name")
             scores |= named
-        return scores | {"return": total}
+        return scores | {"return": sum(weighted) if weighted else math.nan}
+
+
+def is_correct(value: float) -> float:
+    """Returns 1.0 for a return of 1 or more, 0.0 for a lower one, NaN for none."""
+    return value if math.isnan(value) else float(value >= 1)
 
 
 class Rewarded(Env):

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
 
 from envs import make_env
-from envs.base import Env, Episode, Problem, Reply, Step, limited
+from envs.base import NOT_APPLICABLE, Env, Episode, Problem, Reply, Step, limited
 from envs.own_code import ROOT, wrong_return
 from envs.scoring.processes import (
     MAX_MEMORY,
@@ -707,14 +707,17 @@ def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
 def checked_return(rewards: Mapping[str, float]) -> Rewards:
     """Returns rewards as plain numbers. Raises: ValueError as `checked_rewards`, and for a return out of bounds."""
     numbers = checked_rewards(rewards)
-    checked_number("return", numbers["return"])
+    checked_number("return", numbers["return"], may_lack=NOT_APPLICABLE in numbers)
     return numbers
 
 
-def checked_number(name: str, value: float) -> float:
-    """Returns a number. Raises: ValueError for one that is not finite, or too large for sums in float32."""
+def checked_number(name: str, value: float, may_lack: bool = False) -> float:
+    """Returns a number, NaN for none if it `may_lack`.
+
+    Raises: ValueError for one that is not finite, or too large for sums in float32.
+    """
     number = float(value)
-    if not abs(number) <= MAX_REWARD:
+    if not (abs(number) <= MAX_REWARD or (may_lack and math.isnan(number))):
         raise ValueError(f"the {name} is {number}, not from {-MAX_REWARD:g} to {MAX_REWARD:g}")
     return number
 
@@ -726,11 +729,12 @@ def checked_step(step: Step) -> Step:
     """
     messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
     info = checked_rewards(step.info)
+    may_lack = NOT_APPLICABLE in info
     for name, value in info.items():
-        checked_number(name, value)
+        checked_number(name, value, may_lack)
     if not messages and not step.done:
         raise ValueError("the environment returns no message, and does not end the episode")
-    return Step(messages, checked_number("reward of a turn", step.reward), bool(step.done), info)
+    return Step(messages, checked_number("reward of a turn", step.reward, may_lack), bool(step.done), info)
 
 
 def fits(job: Job, outcome: Outcome | Outcomes) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
+from envs.base import Env
 from utils.settings.errors import UserError
 from utils.settings.options import option
 
@@ -35,9 +36,10 @@ class RewardConfig:
             )
 
 
-def reward_names(parts: Iterable[str], penalty: float) -> set[str]:
+def reward_names(parts: Iterable[str], env: Env) -> set[str]:
     """Returns the names of the scores of replies, of which the environment has named these parts."""
-    return {"return", "correct_answer", *parts, *(["truncation"] if penalty else [])}
+    others = (("correct_answer", env.has_turns), ("truncation", env.truncation_penalty))
+    return {"return", *parts, *(name for name, is_there in others if is_there)}
 
 
 def add_truncation_penalty(scores: RewardArrays, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> RewardArrays:

@@ -53,13 +53,13 @@ def try_references(scorer: Scorer, env: Env) -> list[str]:
 
 
 def refused_trials(scorer: Scorer, env: Env, indices: Iterable[int], form: str) -> dict[int, str]:
-    """Returns the problems of which no reference is right when a reply gives it in a form, and why."""
+    """Returns the problems of which no reference is right in one of a form's ways to give it, and why."""
     jobs = [(i, trial) for i in indices for trial in env.trials(env.problem(i), form)]
     outcomes = scorer.request_outcomes(jobs) if jobs else []
-    reasons: dict[int, list[str]] = {}
+    reasons: dict[tuple[int, str], list[str]] = {}
     for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none if the scorer closes
-        reasons.setdefault(i, []).append(reason_of(trial, outcome))
-    return {i: given[0] for i, given in reasons.items() if all(given)}
+        reasons.setdefault((i, trial.shown), []).append(reason_of(trial, outcome))
+    return {i: given[0] for (i, _), given in reasons.items() if all(given)}
 
 
 def reason_of(trial: Trial, outcome: Outcome) -> str:

@@ -3,8 +3,8 @@
     python recipes/games/make_player.py   # 40 minutes on two cores; resumes where it was stopped
 
 1. Tokenizer: as that of models/tiny, with the signs of calls of the calculator, and a ChatML template without thinking.
-2. Pre-training: next-token prediction on episodes of envs/guess.py, envs/calculator.py, tictactoe.py and gridworld.py
-   beside this file, what the environment says included. Turns begin with what the player sees: "23-50:" for the
+2. Pre-training: next-token prediction on episodes of guess, calculator, tictactoe and gridworld,
+   what the environment says included. Turns begin with what the player sees: "23-50:" for the
    numbers that are left, "3+5-:" for the cells that complete a line of its own (+) and of the opponent's (-). What
    follows is careless in most episodes, and in a few that of an expert: the middle, a call of the calculator, the best
    move. A few documents are lists of ranges with their middles.
@@ -25,11 +25,11 @@ if __name__ == "__main__":
 from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
-from envs import calculator, guess
+from envs import guess
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
 from envs.tools.episode import ToolEpisode
 from models.tokenizer import Tokenizer
-from recipes.games import gridworld, tictactoe
+from recipes.games import calculator, gridworld, tictactoe
 from runs.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

@@ -86,7 +86,7 @@ def test_every_environment_scores_under_the_same_keys(name):
     if env.max_turns == 1:
         keys = {tuple(env.score(problem, text)) for text in ("", "x", "<answer>1+2</answer>", "1+2=3")}
         assert len(keys) == 1
-        assert {"return", "correct_answer"} <= set(*keys)
+        assert {"return", *(["correct_answer"] * (name[:4] != "poem"))} <= set(*keys)
     assert env.problem(env.num_tasks - 1).messages[-1]["role"] == "user"
 
 
@@ -141,7 +141,8 @@ def test_right_replies_earn_full_marks_and_wrong_ones_none(name):
         scores = {kind: grade(env, problem, reply) for kind, reply in env.examples(problem).items()}
         if "right" in scores and not name.startswith("poem"):  # which without a maximum knows no full marks
             assert scores["right"]["return"] == scores["right"]["correct_answer"] == 1.0
-        assert all(score["correct_answer"] == 0 for kind, score in scores.items() if kind not in ("right", "reference"))
+        wrong = [score for kind, score in scores.items() if kind not in ("right", "reference")]
+        assert all(score.get("correct_answer", 0) == 0 for score in wrong)
 
 
 @pytest.mark.parametrize("name", [name for name in envs.ENVS if name not in (*BENCHMARKS, "wordle")])  # one prompt
@@ -752,7 +753,7 @@ def test_poem_pays_for_characters():
     env = envs.make_env("Poem")
     limited = envs.make_env("poem", max_characters=10)
     problem = env.problem(0)
-    assert env.score(problem, "a" * 12) == {"return": 12.0, "correct_answer": 0.0, "characters": 12.0}
+    assert env.score(problem, "a" * 12) == {"return": 12.0, "characters": 12.0}, "nothing says what is right"
     assert limited.score(problem, "a" * 12) == {"return": 10.0, "correct_answer": 1.0, "characters": 12.0}
     assert limited.score(problem, "a" * 9) == {"return": 9.0, "correct_answer": 0.0, "characters": 9.0}
 
@@ -820,7 +821,7 @@ def test_hostile_text(kind):
                 start = time.process_time()
                 score = env.score(problem, reply)
                 assert time.process_time() - start < 1
-                assert score["correct_answer"] == 0
+                assert score.get("correct_answer", 0) == 0
 
 
 @pytest.mark.parametrize("text", ["", "5 (3)", "(1)(2)", "1,2", "7//2", "~3", "1 2", "1)+(2", "1+2 3", "[1]", "1<2"])

@@ -40,6 +40,9 @@ RIGHT = {
         "$18", r"\$18", "$ 18", "$18.00", "18$", "18 $", "€18", "18 €", "£18", "¥18", "₹18", "US$18", "A$18", "R$ 18",
         "HK$18", "USD 18", "18 USD", "Rs. 18", "Rs 18", "EUR 18", "18 euros", "18°", "18 °C", "18%", r"18\%",
         "18 percent", "18 pct",
+        # other scripts
+        "18 元", "18个", "18 рублей", "答案是18", "18円", "答案是18。", "一共18个", "答えは18です", "Ответ: 18 км",
+        "정답은 18입니다", "الجواب هو ١٨", "१८",
         # an equation, an approximation
         "x = 18", "x=18", "6 * 3 = 18", "6*3=18", r"\sqrt{324} = 18", "cost = $18", "17.6 + 0.4 = 18 dollars", "≈ 18",
         "≈18", "~18", "~ 18", r"\approx 18", "approximately 18", "roughly 18", "about 18", "exactly 18", "=> 18",
@@ -112,7 +115,7 @@ WRONG = {
         "18百", "18十", r"18\text{ million}", "18 dollars thousand", "18 grand", "18만",
         "18ⁿ", "18{}{}½", "18th-century", "ninety-18", "18 Thousand", "18-thousand",
         # words of other scripts: they may change the number
-        "18 元", "18个", "18 рублей", "答案是18", "18円",
+        "18 гривен", "18 मीटर", "18元以上", "至少18", "答案不是18", "18半", "18万元", "18 до 20",
         # signs, negations, comparisons
         "minus 18", "negative 18", "-18", "− 18", "–18", "–$18", "$-18", "负18", "not 18", "!= 18", "≠ 18",
         "=/= 18", r"\neq 18", r"\ne 18", "isn't 18", "is not 18", "isn’t 18", "18 is not the answer", "18 is wrong",
@@ -181,10 +184,10 @@ def test_number_among_words():
     for text, answer in [
         ("It is 18 thousand.", "18 thousand"),
         ("3 cats and 18 dogs, so minus 18", "minus 18"),
-        ("It makes 1/2.", "1/2"),
+        ("It makes 1/2 in all.", "1/2"),
         ("Step 2. That is $1.50 per day", "$1.50"),
-        ("It is half of 18", "It is half of 18"),
-        ("The bus leaves at 5:30.", "The bus leaves at 5:30."),
+        ("It is half of 18", "half of 18"),
+        ("The bus leaves at 5:30.", "The bus leaves at 5:30"),
     ]:
         assert final_answer(text, "any") == answer
 

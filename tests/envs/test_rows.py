@@ -415,7 +415,7 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
     [
         (float("nan"), "its answer is nan, which is no number"),
         (float("inf"), "its answer is inf, which is no number"),
-        ("null", "the text 'null', which programs write for a missing value"),
+        ("null", "the text 'null', which programs write for a missing value: .* the list .\"null\"."),
         (True, "its answer is a bool, not text, a number or a list"),
         ({"value": 5}, "its answer is a dict, .* as answer=COLUMN.value"),
         ([["5"]], "its answer is a list, not text"),
@@ -471,6 +471,8 @@ def tried(tmp_path: Path, answers: list, prompt: str = "What is {}?", **options)
         ["yes", "No"],
         ["Rome"],
         ["B", "(C)"],
+        ["entailment", "all real numbers", "Mount Everest"],
+        [["None"], ["nan"]],
     ],
 )
 @pytest.mark.parametrize("form", ["any", "tags", "boxed", "hash"])
@@ -507,3 +509,15 @@ def test_another_form_is_named_where_it_reads_more(tmp_path):
 def test_references_of_a_reward_are_not_tried(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, **row): return 1.0\n")
     assert tried(tmp_path, [{"any": "kind"}], reward=f"{tmp_path / 'r.py'}:reward") == []
+
+
+def test_references_are_tried_in_the_ways_models_write_them(tmp_path):
+    env = read_rl(tmp_path, {"prompt": "What?", "answer": "5"})
+    trials = env.trials(env.problem(0), "any")
+    assert {(str(trial), trial.shown) for trial in trials} == {
+        ("The answer is 5.", "any"),
+        ("5", "alone"),
+        (r"\boxed{5}", "boxed"),
+    }
+    with pytest.raises(UserError, match="34 of 34 .* the form any .*in 'one, two; 3 and four'.*form=tags"):
+        tried(tmp_path, ["one, two; 3 and four"])

@@ -12,7 +12,7 @@ RIGHT = {
         r"\sqrt{25}", "2+3", r"5^\circ", r"\$5", r"5\%", r"\left(5\right)", r"\text{5}", "5.", "the answer is $5$",
         "The answer is 5", "so 2 + 3 = 5", r"\(5\)", r"\[5\]", r"\mathbf{5}", r"5\,\text{cm}", "5 units",
         r"5\text{ cm}^2", "y = 2+3 = 5", "5!-115", "|-5|", r"\log_2 32", r"5\text{ square units}", r"\frac{5}{1}",
-        "5 cm", r"5 \mathrm{km}",
+        "5 cm", r"5 \mathrm{km}", "5 m^2", "5 km/h", "5 miles per hour", "5 people", "5元", "答案是5", "C. 5",
     ],
     "5000": [
         r"5\text{ thousand}", "5k", "5,000", r"5\times10^3", r"5 \cdot 10^{3}", "5{,}000", r"5\,000",
@@ -246,7 +246,7 @@ WRONG = {
         r"\text{half of }5", r"\text{minus }5", r"\text{not }5", r"5\text{ dozen}", r"5\text{ thousand}", "4=5",
         "2+2=5x", "3=5", "5.5", r"5\%5", "0.5", "5e5", r"5\text{ billion}", r"\frac{5}{2}", r"5\frac12", "5_5!",
         r"\log 5", r"5\ldots", "the answer is 4, not $5$", r"5\text{ or }6", "5 or 6", "5,6", "(5,6)", r"5+\infty",
-        r"5\cdot 10^3", r"5 \times 10^{2}", "50%", "5 m^2", "5 km/h", r"5\text{ tenths}", r"5 \text{ cubed}",
+        r"5\cdot 10^3", r"5 \times 10^{2}", "50%", "5m^2", r"5\text{ tenths}", r"5 \text{ cubed}",
         r"\text{square root of } 5", "5 squared", "half of 5", "twice 5", r"\text{twice } 5", "5th root",
         "more than 5", r"5\text{th power}", r"\lfloor 5.5", r"5 \text{ times } 2",
     ],

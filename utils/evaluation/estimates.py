@@ -3,8 +3,9 @@
 Letters: N tasks, G samples of each.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb
 
 import numpy as np
@@ -27,9 +28,12 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
 
     `_ci` is half the width of the interval. A share, by its name or because its values are 0 and 1, also gets `_low`
     and `_high`, the ends of Wilson's interval, which is not symmetric. Other scores get the normal approximation over
-    tasks. If all tasks are equal, they get no interval, since their spread is unknown.
+    tasks. If all tasks are equal, they get no interval, since their spread is unknown. Tasks that are NaN are left out.
     """
     x = np.asarray(x, np.float64)
+    x = x[~np.isnan(x)]
+    if not x.size:
+        return {}
     estimate = {name: float(x.mean())}
     if is_share(name) and x.min() >= 0 and x.max() <= 1 or set(x.tolist()) == {0, 1}:
         low, high = wilson_interval(estimate[name], effective_samples(x))
@@ -103,34 +107,49 @@ def task_estimates(
 
     k is each number from 2 to 8, then 16, 32, ..., and G.
     `answers` are the votes of all N G samples, in one spelling, None if there is none. maj@G is left out if there is
-    no vote, or only one sample of each task.
+    no vote, or only one sample of each task. Scores that are NaN are left out; a task with fewer than k others is NaN.
     """
-    correct = scores["correct_answer"] > 0
-    num_samples = correct.shape[1]
+    correct = scores.get("correct_answer")
+    num_samples = scores["return"].shape[1]
     gradings = [name.removesuffix("correct_answer") for name in scores if name.endswith("correct_answer")]
     ks = [k for k in range(2, num_samples + 1) if k <= 8 or k.bit_count() == 1 or k == num_samples]
-    estimates = {name: x.mean(axis=1) for name, x in scores.items()}
+    estimates = {name: best_of_k(x, 1) if np.isnan(x).any() else x.mean(axis=1) for name, x in scores.items()}
     for grading in gradings:  # the environment's own, without a prefix, and those of --also_eval
-        estimates |= {f"{grading}pass@{k}": pass_at_k(scores[f"{grading}correct_answer"] > 0, k) for k in ks}
+        estimates |= {f"{grading}pass@{k}": pass_at_k(scores[f"{grading}correct_answer"], k) for k in ks}
         estimates |= {f"{grading}best_of_{k}": best_of_k(scores[f"{grading}return"], k) for k in ks}
-    if num_samples > 1 and any(answer is not None for answer in answers):
-        votes = [answers[start : start + num_samples] for start in range(0, correct.size, num_samples)]
-        shares = [majority(*samples) for samples in zip(votes, correct, strict=True)]
+    if correct is not None and num_samples > 1 and any(answer is not None for answer in answers):
+        known = [None if np.isnan(x) else answer for answer, x in zip(answers, correct.ravel(), strict=True)]
+        votes = [known[start : start + num_samples] for start in range(0, correct.size, num_samples)]
+        shares = [majority(*samples) for samples in zip(votes, correct > 0, strict=True)]
         estimates[f"maj@{num_samples}"] = np.array(shares)
     return estimates
 
 
-def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> TaskValues:
-    """Returns the unbiased chance that one of k samples is right, from G >= k samples.
+def of_graded(estimate: Callable[[SampleValues, int], TaskValues]) -> Callable[[SampleValues, int], TaskValues]:
+    """Returns an estimate of k of the samples that are not NaN; that of a task with fewer than k is NaN."""
+
+    def of_tasks(x: SampleValues, k: int) -> TaskValues:
+        if not np.isnan(x).any():
+            return estimate(x, k)
+        rows = [row[~np.isnan(row)] for row in x]
+        return np.array([estimate(row[None], k)[0] if len(row) >= k else np.nan for row in rows])
+
+    return of_tasks
+
+
+@of_graded
+def pass_at_k(correct: SampleValues, k: int) -> TaskValues:
+    """Returns the unbiased chance that one of k samples is right (above 0), from G >= k samples.
 
     Source: arXiv 2107.03374, eq. 1.
     """
     num_samples = correct.shape[1]
     num_subsets = comb(num_samples, k)
-    failing = [comb(num_samples - num_right, k) for num_right in correct.sum(axis=1).tolist()]  # subsets
+    failing = [comb(num_samples - num_right, k) for num_right in (correct > 0).sum(axis=1).tolist()]  # subsets
     return np.array([1 - num_failing / num_subsets for num_failing in failing])
 
 
+@of_graded
 def best_of_k(returns: SampleValues, k: int) -> TaskValues:
     """Returns the unbiased mean of the best return of k samples, from G >= k samples.
 
@@ -180,6 +199,9 @@ def paired_difference(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, 
     2010, Permutation P-values Should Never Be Zero.
     """
     difference = np.asarray(y, np.float64) - x
+    difference = difference[~np.isnan(difference)]
+    if not difference.size:
+        return {"mean": math.nan, "low": None, "high": None, "p": 1.0}
     num_tasks, mean, low, high = len(difference), float(difference.mean()), None, None
     differs = np.ptp(difference) > 1e-12  # but for rounding
     if differs and num_tasks < FEW_TASKS:

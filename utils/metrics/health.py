@@ -186,7 +186,7 @@ def advise_equal(metrics: Mapping[str, JSON]) -> str:
             "in the prompt, teach it by core/sft.py, or set another --env_options form=..."
         )
     if mean("format") >= 0.1:
-        few = "hardly one" if mean("correct_answer") else "none"
+        few = "hardly one" if mean("correct_answer") > 0 else "none"
         return (
             f"{mean('format'):.0%} of the replies give an answer in the asked form and {few} is right: "
             f"{HARD}, unless the grader refuses right ones, which {TRY} shows"

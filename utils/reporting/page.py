@@ -340,19 +340,21 @@ def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
 def task_means(file: Path) -> dict[str, TaskMeans]:
     """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file.
 
-    Raises: UserError if they are not that, or not finite.
+    Rollouts whose score is NaN are left out. Raises: UserError if they are not such arrays, or infinite.
     """
     arrays = read_arrays(file, ("tasks", "returns"))
     scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
     tasks = scores.pop("tasks")
     scores["return"] = scores.pop("returns")
     for name, x in (("tasks", tasks), *scores.items()):
-        if x.ndim != 1 or x.shape != tasks.shape or not np.isfinite(x).all():
+        if x.ndim != 1 or x.shape != tasks.shape or np.isinf(x).any():
             raise UserError(f"{file}: {name} is {x.dtype} {list(x.shape)}, and not a finite number for each rollout")
     tasks, places = np.unique(tasks, return_inverse=True)
-    num_rollouts = np.bincount(places)
-    means = {name: np.bincount(places, x) / num_rollouts for name, x in scores.items()}
-    return {name: dict(zip(tasks.tolist(), x.tolist(), strict=True)) for name, x in means.items()}
+    means = {}
+    for name, x in scores.items():
+        counts, sums = np.bincount(places, ~np.isnan(x)), np.bincount(places, np.nan_to_num(x))
+        means[name] = {int(task): float(s / n) for task, s, n in zip(tasks, sums, counts, strict=True) if n}
+    return means
 
 
 def row_means(file: Path) -> dict[str, TaskMeans]:
