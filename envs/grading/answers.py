@@ -141,8 +141,8 @@ OTHER_LETTER = re.compile(r"\b[B-HJ-Z]\b|\bA\b(?!\s+[a-z])|\bA(?=\s+(?:is|was|wo
 def extract_prose(text: str) -> str | None:
     """Returns the answer that the end of a text gives without a form: None if there is none, or more than one.
 
-    That is what follows the last "answer is" or "Answer:", or the text itself, if it is one short line without numbers
-    or without words. Then come a label on a line of its own beside its explanation (see `extract_label`), and the last
+    That is what follows the last "answer is" or "Answer:", or the text itself, if it is one short line (see `is_bare`).
+    Then come a label on a line of its own beside its explanation (see `extract_label`), and the last
     number.
     """
     text = EMPHASIS.sub(r"\2", text.rpartition("</think>")[2][-MAX_MATH:].strip())
@@ -157,8 +157,8 @@ def extract_prose(text: str) -> str | None:
 
 
 def is_bare(line: str) -> bool:
-    """True if a line is an answer as a whole: up to three words, more without a number, or a formula without words."""
-    if choice(line) or not re.search(r"\d", line):
+    """True if a line is an answer as a whole: a choice, up to four words, three with a number, or a formula."""
+    if choice(line) or (not re.search(r"\d", line) and len(line.split()) <= 4):
         return bool(re.search(r"\w", line)) and line.lower() not in NO_ANSWER
     words = PROSE.findall(WRAPPER.sub(r"\1", line))
     is_formula = all(word in PLAIN_NAMES or word in UNIT_OF for word in words)

@@ -179,7 +179,7 @@ def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
     assert (arrays["logprobs"][is_completion] < 0).all()
     assert not arrays["logprobs"][~is_completion].any()
     parts = {"scores/" + field for field in rows[0]} & arrays.keys()
-    assert "scores/correct_answer" in parts
+    assert "scores/characters" in parts
     assert tokens.dtype == np.int32
     assert len(tokens) == len(rows)
     _, first = np.unique(arrays["groups"], return_index=True)

@@ -10,7 +10,7 @@ from envs.own.adapters import Played
 from envs.own.functions import KeyColumns, RewardFunctions
 from envs.scoring.scorer import Scorer
 from tests.learning import make_config
-from utils.evaluation.estimates import mean_and_ci, paired_bootstrap, task_estimates
+from utils.evaluation.estimates import mean_and_ci, paired_difference, task_estimates
 from utils.reporting.page import task_means
 
 REWARDS = """
@@ -41,7 +41,7 @@ def batch_of(names: str, replies: list[str]) -> Batch:
         lengths=np.full(B, 2),
         prompt_lengths=np.ones(B, int),
         finished=np.ones(B, bool),
-        row=np.arange(B),
+        rollout=np.arange(B),
         reward_parts=parts,
         values=np.zeros((B, 2), np.float32),
         group_size=G,
@@ -79,7 +79,7 @@ def test_replies_without_a_score_leave_each_estimator(rewards, name):
     else:
         expected = OF_ALL[name]()
     kept = [(place, a) for place, a in zip(places, expected, strict=True) if not np.isnan(a)]
-    assert found.row.tolist() == [place for place, _ in kept]
+    assert found.rollout.tolist() == [place for place, _ in kept]
     np.testing.assert_allclose(found.advantages[:, 1], [a for _, a in kept], rtol=1e-5, atol=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_a_part_without_a_score_is_left_out_of_gdpo(rewards):
     found = compute_advantages(batch_of(names, ["1", "12", "0", "?"]), config)
     judge, short = [*z([1, 12, 0]), 0.0], z([1, 0, 1, 1])
     np.testing.assert_allclose(found.advantages[:, 1], z(np.array(judge) + 0.5 * np.array(short)), rtol=1e-5)
-    assert found.row.tolist() == [0, 1, 2, 3], "the other function has scored it"
+    assert found.rollout.tolist() == [0, 1, 2, 3], "the other function has scored it"
 
 
 def test_a_reply_without_a_score_comes_through_the_workers(rewards, tmp_path):
@@ -109,6 +109,6 @@ def test_evaluations_leave_replies_without_a_score_out(tmp_path):
         np.testing.assert_allclose(found[name][[0, 2]], values, rtol=1e-6)
     assert np.isnan(found["pass@4"]).all(), "no task has four scores"
     assert mean_and_ci("x", found["pass@2"])["x"] == 0.5
-    assert paired_bootstrap(found["return"], found["return"] + 1)["mean"] == 1
+    assert paired_difference(found["return"], found["return"] + 1)["mean"] == 1
     np.savez(tmp_path / "held_out_0.npz", tasks=np.repeat([3, 5, 9], 4), returns=scores.ravel())
     assert task_means(tmp_path / "held_out_0.npz")["return"] == {3: pytest.approx(2 / 3), 9: 0}

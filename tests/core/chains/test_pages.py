@@ -1,5 +1,6 @@
 """Draws over pages are those of rows in step, also with few pages and all kinds of layers; the kernel; admission."""
 
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -102,7 +103,7 @@ def test_forced_answer_is_longer_than_a_segment(length):
     assert sampler.segments() == [13, 9, 8]
     found = [
         each.generate(weights_of(sampler), PROMPTS, POSITIONS, G, KEY)
-        for each in (sampler, replace(sampler, make_chain=PagedChain, paging=PAGING["few"]))
+        for each in (sampler, replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], ended=deque())))
     ]
     assert_same(*found[::-1], atol=3e-5)
     for row, start in enumerate(found[0].prompt_lengths + LIMIT - 17):

@@ -77,9 +77,9 @@ def assert_same(folder: Path, whole: Path) -> None:
     assert card == (whole / f"step{STEPS}" / "README.md").read_text()
     before, after = (record for record in records(whole) if record["global_step"] in (0, STEPS))
     for record in (before, after):
-        name = "test_env/correct_answer"
-        interval = f"[{record[name + '_low']:.1%}, {record[name + '_high']:.1%}]"
-        assert f"| {record[name]:.1%} {interval} (step {record['global_step']}) |" in card
+        score, half_width = record["test_env/return"], record["test_env/return_ci"]
+        interval = f"[{score - half_width:.3g}, {score + half_width:.3g}]"
+        assert f"| {score:.3g} {interval} (step {record['global_step']}) |" in card
     assert checksum(folder, STEPS) == checksum(whole, STEPS)
     assert difference(folder, whole, STEPS) == 0
 
