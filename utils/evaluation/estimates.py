@@ -26,8 +26,8 @@ SampleValues = Float[np.ndarray, "N G"]
 def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     """Returns the mean over tasks and its 95% interval, by the name of the score.
 
-    `_ci` is half the width of the interval. A share, by its name or because its values are 0 and 1, also gets `_low`
-    and `_high`, the ends of Wilson's interval, which is not symmetric. Other scores get the normal approximation over
+    `_ci` is half the width of the interval. A share, by its name, also gets `_low` and `_high`, the ends of Wilson's
+    interval, which is not symmetric. Other scores get the normal approximation over
     tasks. If all tasks are equal, they get no interval, since their spread is unknown. Tasks that are NaN are left out.
     """
     x = np.asarray(x, np.float64)
@@ -35,7 +35,7 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     if not x.size:
         return {}
     estimate = {name: float(x.mean())}
-    if is_share(name) and x.min() >= 0 and x.max() <= 1 or set(x.tolist()) == {0, 1}:
+    if is_share(name) and x.min() >= 0 and x.max() <= 1:
         low, high = wilson_interval(estimate[name], effective_samples(x))
         estimate[f"{name}_ci"] = (high - low) / 2
         estimate[f"{name}_low"] = low

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.evaluation.estimates import task_estimates
+from utils.metrics.curves import is_share
 from utils.settings.errors import UserError, most_similar
 
 STOPPED = "stopped_by"  # in Progress.memory: the rule that ended the run
-RULE = re.compile(r"\s*(?:(\d+)\s*:)?\s*([^<>]*[^<>\s])\s*(>=|<=|>|<)\s*([^,<>\s]+)\s*(?:,|$)")
-INTERVAL = ("", "_ci", "_low", "_high")  # ends of the names of a score and of its interval
+RULE = re.compile(r"\s*(?:(\d+)\s*:)?\s*([^<>]*[^<>\s])\s*(>=|<=|>|<)\s*([-+.\deE]+)\s*(?:,|$)")
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 METRICS = {  # names of single numbers, by the setting without which they are not logged; scores: see `metric_names`
     "": (
@@ -94,7 +94,11 @@ def metric_names(settings: Mapping[str, object], parts: Mapping[str, Collection[
             names |= {f"env/{part}" for part in found}
             continue
         nothing = {part: np.zeros((1, num_samples)) for part in found}
-        estimates = [f"{name}{end}" for name in task_estimates(nothing, ["0"] * num_samples) for end in INTERVAL]
+        estimates = [
+            f"{name}{end}"
+            for name in task_estimates(nothing, ["0"] * num_samples)
+            for end in ("", "_ci", *(("_low", "_high") if is_share(name) else ()))
+        ]
         others = "num_tasks", "num_samples", "length", "finished", "reward_failures"
         # A reply that is graded again has scores of its own names: LABEL/return.
         names |= {f"{role}{'.' if '/' in name else '/'}{name}" for name in (*estimates, *others)}

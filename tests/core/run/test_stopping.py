@@ -92,6 +92,7 @@ def test_first_evaluation_ends_a_run_with_rollouts_ahead(tmp_path, capsys):
         ("kl>1", "no metric kl"),
         ("env/length=3", "is no rule"),
         ("loss>many", "is no rule"),
+        ("approx_kl>nan", "is no rule"),
         ("loss>1 entropy<2", "is no rule"),
     ],
 )
