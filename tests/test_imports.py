@@ -45,7 +45,7 @@ LAW = {
     "core.config": ("core.advantages", "core.objectives", "core.sampler", "core.terms", "envs", *BELOW),
     "core.run": ("core.run", "core.rollout", "core.records", "envs", *BELOW),
     "core.chat": ("core.chat", "core.chains", "core.sampler", "envs", *BELOW),
-    "core.minimal": ("envs", *BELOW),
+    "core.minimal": (),
     "core.extensions": (
         *("core.extensions", "core.run", "core.chains", "core.terms", "core.blocks", "core.records", "core.objectives"),
         *("core.advantages", "core.learner", "core.sampler", "core.rollout", "core.config", "envs", *BELOW),
@@ -161,10 +161,10 @@ def types(path: Path) -> set[str]:
 
 
 def test_name_of_a_type_has_one_meaning():
-    """Of a class or alias: it is defined in one file of the house, and other files import it."""
+    """Of a class or alias: it is defined in one file of the house, and others import it; minimal.py stands alone."""
     files: dict[str, list[str]] = {}
     for module, path in FILES.items():
-        if module.split(".")[0] in ("core", "models", "utils", "envs", "extras"):
+        if module.split(".")[0] in ("core", "models", "utils", "envs", "extras") and module != "core.minimal":
             for name in types(path):
                 files.setdefault(name, []).append(module)
     assert {"Config", "Message", "Params", "Value"} <= files.keys()
@@ -276,7 +276,7 @@ def test_wrong_option_is_told_before_slow_imports():
 
 @pytest.mark.parametrize(
     "command",
-    ["core/grpo", "core/eval", "core/sampling", "core/sft", "core/dpo", "core/minimal", "extras/population"],
+    ["core/grpo", "core/eval", "core/sampling", "core/sft", "core/dpo", "extras/population"],
 )
 def test_a_command_without_packages_says_what_to_install(command):
     arguments = [sys.executable, "-B", "-S", f"{command}.py"]  # -S: without site-packages
@@ -291,7 +291,7 @@ CHECKED = [path for path in FILES.values() if "import utils.settings.packages" i
 
 
 @pytest.mark.parametrize("name", ["jax", "transformers"])
-@pytest.mark.parametrize("command", ["core/sft.py", "core/minimal.py", "models/hf_to_jax.py"])
+@pytest.mark.parametrize("command", ["core/sft.py", "models/hf_to_jax.py"])
 def test_command_names_a_package_of_another_version(name, command, tmp_path):
     """Before it is imported: the folder that stands for it is empty."""
     (tmp_path / f"{name}-0.6.1.dist-info").mkdir()

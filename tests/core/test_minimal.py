@@ -1,155 +1,272 @@
-"""core/minimal.py against the real thing: its sampler's greedy tokens and the gradient of one of its steps."""
+"""core/minimal.py against transformers' outputs and against core/grpo.py's own functions, and alone in a folder."""
 
-import runpy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache, reduce
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax.sharding import AxisType
+from safetensors.numpy import load_file
 
 from core import minimal
 from core.advantages import compute_advantages
 from core.config import Config
-from core.learner import Learner, Update
+from core.learner import Learner, add_sums, apply_gradients, make_learner
+from core.objectives import set_loss_denominators
 from core.records import Batch
-from core.sampler import Sampler
-from envs.countdown import Countdown
-from models.distribution import Distribution
+from core.terms.ratios import reduce_metrics
+from envs import make_env
+from models.checkpoint import load_model
 from models.names import Params
 from models.state import init_state
-from tests.helpers import MODEL, assert_close, assert_leaves_close, gradient_depth, on_layout, random_params
+from tests.helpers import ROOT
+from tests.processes import on_four_devices
+from tests.references import FIXTURES, expected_of
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config
 
-LENGTHS = 3, 5, 4, 6  # of prompts
-STOP_IDS = (7, 11)
-NUM_PROMPTS, GROUP_SIZE = len(LENGTHS), 4
-MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 6, 12
-WIDTH = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+TINY = ROOT / "models/tiny"
+SETTINGS = minimal.Settings(groups_per_batch=4, group_size=4, ppo_minibatch=16, num_generation_tokens=40)
+P, A = 16, SETTINGS.num_generation_tokens
+DEMO = "numbers=3,min_number=1,max_number=15,max_target=30,expression=tree,max_value=30,prompt=bare"
 
 
-@pytest.fixture(autouse=True)
-def small_sizes(monkeypatch):
-    sizes = {
-        "GROUP_SIZE": GROUP_SIZE,
-        "MAX_PROMPT_TOKENS": MAX_PROMPT_TOKENS,
-        "MAX_NEW_TOKENS": MAX_NEW_TOKENS,
-    }
-    for name, size in sizes.items():
-        # The page has constants instead of options.
-        monkeypatch.setattr(minimal, name, size)
+def load(folder: Path) -> tuple[minimal.Model, minimal.Params]:
+    """A model and its parameters on all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(AxisType.Auto,))
+    model = minimal.read_model(folder, "float32", mesh)
+    return model, minimal.load_params(folder, model)
 
 
-def random_prompts() -> list[list[int]]:
+@cache
+def rollouts() -> tuple[minimal.Batch, np.ndarray]:
+    """Rows of ragged prompts and completions, 16 of four groups, one of which has no signal; and their rewards."""
     rng = np.random.default_rng(0)
-    return [rng.integers(0, MODEL.vocab_size, length).tolist() for length in LENGTHS]
+    starts = np.repeat(rng.integers(0, P - 2, 4), 4).astype(np.int32)
+    prompts = np.repeat(rng.integers(10, 500, (4, P)), 4, axis=0)
+    tokens = np.concatenate([prompts, rng.integers(10, 500, (16, A))], axis=1).astype(np.int32)
+    rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 1, 1, 0, 0, 0, 1, 0.1, 0.1, 1, 0])
+    advantages, has_signal = minimal.group_advantages(rewards.reshape(4, 4))
+    mask = (np.arange(A) < rng.integers(1, A + 1, 16)[:, None]) & has_signal.repeat(4)[:, None]
+    old = np.float32(rng.normal(-3, 1, (16, A)))
+    return minimal.Batch(tokens, starts, mask, advantages.ravel(), old), rewards
 
 
-def repeat(prompts: list[list[int]]) -> list[list[int]]:
-    return [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
-
-
-def sample(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns tokens, prompt lengths and lengths of the minimal sampler."""
-    padded, prompt_lengths = minimal.pad_prompts(prompts)
-    tokens, lengths = minimal.sample(MODEL, random_params(), padded, prompt_lengths, STOP_IDS, jax.random.key(0))
-    return tokens, prompt_lengths, lengths
-
-
-def test_greedy_tokens_are_those_of_the_sampler(monkeypatch):
-    # Greedy tokens do not depend on how random numbers are made.
-    monkeypatch.setattr(jax.random, "categorical", lambda key, logits: logits.argmax(-1))
-    tokens, prompt_lengths, lengths = sample(repeat(random_prompts()))
-    sampler = Sampler(MODEL, MAX_NEW_TOKENS, STOP_IDS, Distribution(temperature=0.0))
-    weights = sampler.load_weights(random_params())
-    expected = sampler.generate(weights, random_prompts(), np.arange(NUM_PROMPTS), GROUP_SIZE, jax.random.key(0))
-    width = expected.tokens.shape[1]
-    np.testing.assert_array_equal(lengths, expected.lengths)
-    np.testing.assert_array_equal(tokens[:, :width], expected.tokens)
-    mask = minimal.completion_mask(tokens, prompt_lengths, lengths)
-    np.testing.assert_array_equal(mask[:, :width], expected.mask)
-    assert not tokens[:, width:].any()
-
-
-def batch_of(tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, rewards: np.ndarray) -> Batch:
-    columns = np.arange(WIDTH)
-    mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
-    return Batch(
-        tokens=tokens,
-        mask=mask,
-        sample_logprobs=np.zeros(mask.shape, np.float32),
-        rewards=rewards,
-        lengths=lengths,
-        prompt_lengths=prompt_lengths,
-        group_size=GROUP_SIZE,
-    )
-
-
-def learner_gradient(config: Config, batch: Batch) -> tuple[Params, Update]:
-    """Returns the gradient of an update in several micro-batches, by plain descent with rate 1, and the update."""
+def in_core() -> tuple[Batch, Learner, Params]:
+    """The same rows padded on the right, with advantages by core/advantages.py, and a learner with parameters."""
+    batch, rewards = rollouts()
+    width = P + A
+    lengths = np.where(batch.mask.any(axis=1), batch.mask.sum(axis=1), 1)
+    tokens, mask, old = np.zeros((16, width), np.int32), np.zeros((16, width), bool), np.zeros((16, width), np.float32)
+    for row, start in enumerate(batch.starts):
+        tokens[row, : width - start] = batch.tokens[row, start:]
+        mask[row, P - start : P - start + lengths[row]] = True
+        old[row, P - start : width - start] = batch.old_logprobs[row]
+    rows = Batch(
+        tokens=tokens, mask=mask, sample_logprobs=old, rewards=rewards, lengths=P - batch.starts + lengths,
+        prompt_lengths=P - batch.starts, finished=np.ones(16, bool), old_logprobs=old, rollout=np.arange(16),
+        group_size=4,
+    )  # fmt: skip
+    flags = {"groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 16, "num_generation_tokens": A}
+    config = make_config(Config, prompt_length=P, entropy_coef=0.0, max_grad_norm=1e9, **flags)
     layout = single_device()
-    learner = Learner(
-        model=MODEL,
-        optimizer=optax.sgd(1.0),
-        layout=layout,
-        config=config,
-        num_generation_tokens=MAX_NEW_TOKENS,
-        tokens_per_microbatch=128,
-    )
-    before = init_state(on_layout(layout), learner.optimizer)
-    after, update = learner.update(before, batch, fraction_done=0.0)
-    assert len(update.parts) > 1
-    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), after.params), update
+    model, params, _ = load_model(TINY, layout)
+    learner, _ = make_learner(config, model, params, layout, A)
+    return compute_advantages(rows, config.objective), learner, params
 
 
-def test_a_step_has_the_gradient_of_the_learner():
-    """On the same rollouts, in micro-batches; one group has no signal and leaves the batch."""
-    prompts = repeat(random_prompts())
-    tokens, prompt_lengths, lengths = sample(prompts)
-    rewards = np.random.default_rng(1).choice([0.0, 0.1, 1.0], len(prompts)).astype(np.float32)
-    rewards[:GROUP_SIZE] = 0.1
-    advantages, has_signal = minimal.group_advantages(rewards)
-    mask = minimal.completion_mask(tokens, prompt_lengths, lengths) & has_signal[:, None]
-    gradient, entropy = minimal.policy_gradient(MODEL, random_params(), tokens, mask, advantages)
-
-    config = make_config(
-        Config,
-        advantage="group_zscore",
-        objective="ppo",
-        clip_epsilon=minimal.CLIP_EPSILON,
-        entropy_coef=0.0,
-        groups_per_batch=NUM_PROMPTS,
-        group_size=GROUP_SIZE,
-        ppo_minibatch=0,
-    )
-    batch = compute_advantages(batch_of(tokens, prompt_lengths, lengths, rewards), config.objective)
-    assert len(batch) < len(prompts)
-    assert batch.advantages.any()
-    expected, update = learner_gradient(config, batch)
-    size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
-    assert size > 0.01
-    num_operations = gradient_depth(MODEL, WIDTH, batch.mask.sum())
-    assert_leaves_close(gradient, expected, num_operations, size)
-    assert_close(entropy, sum(np.asarray(part["entropy"]) for part in update.parts), num_operations, 1)
+@cache
+def gradient(num_devices: int = 1) -> tuple[np.ndarray, minimal.Params, dict[str, float]]:
+    """Log-probabilities, gradient and metrics of the rows, summed over micro-batches."""
+    model, params = load(TINY)
+    batch, _ = rollouts()
+    settings = replace(SETTINGS, prompt_length=P, rows_per_microbatch=8 // num_devices)
+    grads, metrics = jax.tree.map(jnp.zeros_like, params), []
+    logprobs, num_tokens = np.zeros((16, A), np.float32), int(batch.mask.sum())
+    for rows, part in minimal.microbatches(settings, model, batch, np.arange(16)):
+        found = minimal.token_logprobs(model, params, part, 1.0)
+        logprobs[rows, : found.shape[1]] = found
+        grads, new = minimal.add_gradients(model, settings, params, grads, part, num_tokens)
+        metrics.append(new)
+    sums = {name: sum(float(x[name]) for x in metrics) for name in metrics[0]}
+    return logprobs, jax.tree.map(np.asarray, grads), sums
 
 
-def test_a_step_in_which_no_group_has_signal_updates_nothing(monkeypatch, capsys):
-    # Every reward is 0, two steps suffice.
-    monkeypatch.setattr(Countdown, "score", lambda *_: {"return": 0.0})
-    for name, value in {"NUM_STEPS": 2, "NUM_PROMPTS": 2, "MAX_PROMPT_TOKENS": 24}.items():
-        # The page has constants instead of options.
-        monkeypatch.setattr(minimal, name, value)
-    minimal.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.endswith("no update: the rewards of each group are equal") for line in lines)
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-wide-heads", "qwen2-untied", "llama-untied"])
+def test_logits_and_greedy_completions_are_those_of_transformers(name):
+    model, params = load(FIXTURES / name)
+    expected = expected_of(name)
+    tokens = expected["tokens"]
+    hidden, _ = jax.jit(minimal.forward, static_argnums=0)(model, params, tokens, np.zeros(len(tokens), np.int32))
+    np.testing.assert_allclose(minimal.logits(model, params, hidden), expected["logits"], atol=1e-4)
+    completions = expected["completions"]
+    model = model._replace(stop_ids=(-1,))
+    rows = expected["prompts"], np.int32(expected["starts"])
+    found, *_ = minimal.sample(model, params, *rows, jax.random.key(0), completions.shape[1], 0.0)
+    np.testing.assert_array_equal(found, completions)
 
 
-def test_a_page_without_options_has_a_help(monkeypatch, capsys):
-    # The command line.
-    monkeypatch.setattr("sys.argv", ["core/minimal.py", "--help"])
-    runpy.run_path(minimal.__file__, run_name="__main__")
-    assert capsys.readouterr().out.startswith("GRPO on one page")
-    # The command line.
-    monkeypatch.setattr("sys.argv", ["core/minimal.py", "--lr"])
-    with pytest.raises(SystemExit, match="has no options"):
-        runpy.run_path(minimal.__file__, run_name="__main__")
+def test_a_step_is_that_of_the_loop():
+    """Advantages, log-probabilities, loss and gradient of the same rows; one group has no signal and leaves."""
+    expected, learner, params = in_core()
+    batch, _ = rollouts()
+    kept = batch.mask.any(axis=1)
+    found_logprobs, found, sums = gradient()
+    outputs = learner.compute_outputs(params, expected)
+    for row, number in enumerate(np.flatnonzero(kept)):
+        mask = expected.mask[row]
+        np.testing.assert_allclose(expected.advantages[row, mask], batch.advantages[number], rtol=1e-6)
+        np.testing.assert_allclose(found_logprobs[number][batch.mask[number]], outputs.logprobs[row, mask], atol=1e-5)
+    whole = set_loss_denominators(expected, 16, A, learner.config.objective.policy)
+    chains = learner.chains(whole, learner.shapes)
+    summed, parts = zip(*[learner.add_up(params, chain) for chain in chains], strict=True)
+    gradients, loss = reduce(add_sums, summed)
+    metrics = reduce_metrics([part for chain in parts for part, _ in chain])
+    assert sums["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert sums["clip_fraction"] == pytest.approx(metrics["clip_fraction"], rel=1e-6)
+    of_layers, layers = gradients.pop("model.layers"), found["layers"]
+    pairs = [(found[name], x) for name, x in gradients.items()]
+    pairs += [(layers[name], x) for name, x in of_layers.items()]
+    assert len(pairs) == len(jax.tree.leaves(found))
+    for own, other in pairs:
+        assert np.linalg.norm(own - other) < 1e-5 * np.linalg.norm(other)
+
+
+def test_an_optimizer_step_is_that_of_the_loop():
+    _, params = load(TINY)
+    _, grads, _ = gradient()
+    config = make_config(Config, lr=1e-3, weight_decay=0.0)
+    learner, _ = make_learner(config, load_model(TINY)[0], {"x": params["model.norm.weight"]}, single_device(), A)
+    theirs = {"x": params["model.norm.weight"]}, {"x": grads["model.norm.weight"]}
+    state = init_state(jax.tree.map(jnp.copy, theirs[0]), learner.optimizer)
+    expected, _ = apply_gradients(learner.optimizer, 0, state, theirs[1])
+    optimizer = minimal.make_optimizer(1e-3)
+    mesh = load(TINY)[0].mesh
+    found, *_ = minimal.apply_gradients(optimizer, mesh, theirs[0], optimizer.init(theirs[0]), theirs[1], 1.0)
+    np.testing.assert_allclose(found["x"], expected.params["x"], atol=1e-6)
+
+
+def test_problems_are_those_of_the_demo():
+    for split, number in (("train", 300), ("test", 512)):
+        options = dict(item.split("=") for item in DEMO.split(","))
+        env = make_env(f"countdown-{split}" if split == "test" else "countdown", **{
+            name: int(value) if value.isdecimal() else value for name, value in options.items()
+        })  # fmt: skip
+        found = minimal.countdown_problems(SETTINGS, split, range(number))
+        assert [text for text, _ in found] == [env.problem(i).messages[0]["content"] for i in range(number)]
+        for text, answer in found[:20]:
+            reply = f"<think>Hm.</think><answer>-(0-{answer[0][0]}) + {answer[0][1]}*{answer[0][2]}</answer>"
+            expected = env.score(env.problem([x for x, _ in found].index(text)), reply)["return"]
+            assert minimal.countdown_score(answer, reply) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("<answer>(2+3)*4</answer>", 1.0),
+        ("<answer>4*(3+2) = 20</answer>", 1.0),
+        ("<answer>2+3+4</answer>", 0.1),
+        ("<answer>20</answer>", 0.0),
+        ("<answer>2**3**4</answer>", 0.0),
+        ("<answer>9**9**9**9</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>" + "(" * 90 + "</answer>", 0.0),
+        ("(2+3)*4", 0.0),
+        ("<answer>2/(3-3)*4</answer>", 0.0),
+    ],
+)
+def test_replies_of_countdown_are_scored_without_running_them(reply, reward):
+    assert minimal.countdown_score(((2, 3, 4), 20), reply) == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [(r"So \boxed{1,234}.", 1.0), (r"\boxed{\$1234.00}", 1.0), (r"\boxed{1} or \boxed{5}", 0.0), ("1234", 0.0)],
+)
+def test_replies_of_gsm8k_are_right_in_a_box(reply, reward):
+    assert minimal.gsm8k_score(" 1,234", reply) == reward
+
+
+def test_a_saved_folder_is_the_model(tmp_path):
+    _, params = load(FIXTURES / "qwen2-untied")
+    minimal.save_params(params, FIXTURES / "qwen2-untied", tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (FIXTURES / "qwen2-untied", tmp_path))
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        np.testing.assert_array_equal(after[name], x)
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def check_four_devices(file: str) -> None:
+    """Log-probabilities and gradient of one device; parameters and the optimizer's state are cut."""
+    logprobs, grads, _ = gradient(num_devices=4)
+    expected = np.load(file)
+    np.testing.assert_allclose(logprobs, expected["logprobs"], atol=2e-5)
+    for i, x in enumerate(jax.tree.leaves(grads)):
+        assert np.linalg.norm(x - expected[f"grad{i}"]) < 1e-5 * np.linalg.norm(expected[f"grad{i}"])
+    model, params = load(TINY)
+    state = jax.jit(lambda params: minimal.shard(model.mesh, minimal.make_optimizer(1e-3).init(params)))(params)
+    for x in jax.tree.leaves((params, state)):
+        if x.size > 1000:
+            assert x.addressable_shards[0].data.size == x.size // 4
+
+
+@pytest.mark.slow
+def test_four_devices_compute_what_one_does(tmp_path):
+    logprobs, grads, _ = gradient()
+    arrays = {f"grad{i}": x for i, x in enumerate(jax.tree.leaves(grads))}
+    np.savez(tmp_path / "one.npz", logprobs=logprobs, **arrays)
+    on_four_devices(__file__, f"check_four_devices({str(tmp_path / 'one.npz')!r})")
+
+
+def run_alone(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Runs a copy of the file in a folder that holds nothing else but a model."""
+    shutil.copy(minimal.__file__, folder)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "minimal.py", *options]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_it_runs_alone_in_a_folder(tmp_path):
+    shutil.copytree(TINY, tmp_path / "models/tiny")
+    sizes = "--groups_per_batch 2 --group_size 4 --ppo_minibatch 8 --num_generation_tokens 32 --num_eval_tasks 4"
+    done = run_alone(tmp_path, *sizes.split(), "--max_steps", "1", "--save_dir", "trained")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        ["step", "0", "held-out"],
+        ["step", "1", "reward"],
+        ["step", "1", "held-out"],
+    ]
+    assert (tmp_path / "trained/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "sentence"),
+    [
+        (["--model_dir", "nowhere"], {}, "nowhere is no Hugging Face folder"),
+        (["--env_name", "chess"], {}, "--env_name chess is unknown: give countdown or gsm8k"),
+        (["--ppo_minibatch", "60"], {}, "--ppo_minibatch: 60 does not divide the 256 rows"),
+        (["--prompt_length", "4"], {}, "more tokens than --prompt_length 4: raise it"),
+        (["--env_name", "gsm8k"], {}, "there is no test.jsonl"),
+        ([], {"model_type": "mamba"}, "mamba is none of llama, qwen2 and qwen3"),
+        ([], {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling (yarn) is not computed here"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, config, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # paths of the defaults are relative
+    shutil.copytree(TINY, tmp_path / "models/tiny")
+    file = tmp_path / "models/tiny/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    given = dict(zip([name[2:] for name in options[::2]], options[1::2], strict=True))
+    fields = {field.name: field.type for field in minimal.fields(minimal.Settings)}
+    with pytest.raises(SystemExit, match="^error: ") as error:
+        minimal.main(minimal.Settings(**{name: fields[name](value) for name, value in given.items()}))
+    assert sentence in str(error.value)
