@@ -203,8 +203,8 @@ def policy_loss(logprobs: Array, batch: Batch, clip_epsilon: float) -> dict[str,
 def token_logprobs(model: "Model", params: Params, batch: Batch, temperature: float) -> Array:
     """Returns log-probabilities of completions [B, A]; the state before a token predicts it."""
     num_rows, num_columns = batch.mask.shape
-    hidden, _ = forward(model, params, batch.tokens, batch.starts)
-    hidden, targets = hidden[:, -num_columns - 1 : -1], batch.tokens[:, -num_columns:]
+    hidden = forward(model, params, batch.tokens, batch.starts)[0][:, -num_columns - 1 : -1]
+    targets = batch.tokens[:, -num_columns:]
 
     @jax.checkpoint  # the backward pass computes logits again
     def of_columns(columns: tuple[Array, Array]) -> Array:
@@ -435,9 +435,8 @@ def read_model(folder: Path, dtype: str, mesh: Mesh) -> Model:
 
 def load_params(folder: Path, model: Model) -> Params:
     """Returns the parameters of *.safetensors, sharded."""
-    files = sorted(folder.glob("*.safetensors"))
-    refuse(not files, f"{folder} has no *.safetensors: download the weights")
-    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    tensors = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+    refuse(not tensors, f"{folder} has no *.safetensors: download the weights")
 
     def load(x: np.ndarray) -> Array:
         return jax.device_put(x.astype(model.dtype), by_size(model.mesh, x))
@@ -455,7 +454,7 @@ def save_params(params: Params, source: Path, folder: Path) -> None:
     """Writes a folder that transformers loads: the parameters, and the other files of the source."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
+        if file.is_file() and "safetensors" not in file.name:
             shutil.copy(file, folder)
     tensors = {name: np.asarray(x) for name, x in params.items() if name != "layers"}
     for name, stacked in params["layers"].items():
@@ -568,7 +567,8 @@ def refuse(is_wrong: object, sentence: str) -> None:
 
 def main(settings: Settings) -> None:
     """Checks the sizes, loads the model, trains it and saves it."""
-    jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/lmpo").expanduser()))
+    programs = jax.config.jax_compilation_cache_dir or str(Path.home() / ".cache/lmpo")
+    jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.default_backend() == "cpu" and hasattr(ctypes.CDLL(None), "mallopt"):
         for option, value in ((-8, 1), (-1, -1), (-3, 1 << 30)):  # keeps freed memory: fresh pages cost zeros
@@ -580,10 +580,10 @@ def main(settings: Settings) -> None:
     refuse(dtype not in ("float32", "bfloat16"), f"--param_dtype {dtype}: give float32 or bfloat16")
     for size, what in ((part, "--ppo_minibatch"), (samples, "--num_eval_samples"), (mesh.size, "devices")):
         refuse(size < 1 or num_rows % size, f"{what}: {size} does not divide the {num_rows} rows of a step")
-    at_once = settings.rows_per_microbatch * mesh.size
-    refuse(part % at_once, f"--rows_per_microbatch: {at_once} in all do not divide --ppo_minibatch {part}")
+    is_even = part % (settings.rows_per_microbatch * mesh.size) == 0
+    refuse(not is_even, f"--rows_per_microbatch x {mesh.size} does not divide --ppo_minibatch {part}")
     folder = Path(settings.model_dir).expanduser()
-    model = read_model(folder, settings.param_dtype, mesh)
+    model = read_model(folder, dtype, mesh)
     params, tokenizer = load_params(folder, model), AutoTokenizer.from_pretrained(folder)
     print(f"{folder}: {sum(x.size for x in jax.tree.leaves(params)):,} parameters on {mesh.size} devices")
     params = train(settings, model, params, tokenizer)
