@@ -454,7 +454,7 @@ def save_params(params: Params, source: Path, folder: Path) -> None:
     """Writes a folder that transformers loads: the parameters, and the other files of the source."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.is_file() and "safetensors" not in file.name:
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
             shutil.copy(file, folder)
     tensors = {name: np.asarray(x) for name, x in params.items() if name != "layers"}
     for name, stacked in params["layers"].items():
