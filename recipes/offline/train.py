@@ -108,16 +108,11 @@ class StoredRollouts(Rollouts):
         problems = [self.worker.env.problem(int(i)) for i in episodes.task_ids] if self.config.distill.teacher else []
         has_signal = groups_with_signal(episodes, self.config)
         groups = np.flatnonzero(has_signal | (not self.config.objective.do_group_filter))[: update.groups_per_batch]
-        cursor = int(groups[-1]) + 1 if len(groups) == update.groups_per_batch else len(has_signal)
-        episodes = replace(
-            episodes,
-            has_signal=has_signal,
-            batch_rollouts=(groups[:, None] * update.group_size + np.arange(update.group_size)).ravel(),
-            times={"rollout": time.perf_counter() - clock, "score": 0.0},
-            metrics={"rollout/stored_step": number},
-            problems=problems,
-        )
-        return state, episodes, progress.after_step(progress.cursor + cursor, len(episodes))
+        cursor = progress.cursor + int(groups[-1] + 1 if len(groups) == update.groups_per_batch else len(has_signal))
+        chosen = (groups[:, None] * update.group_size + np.arange(update.group_size)).ravel()
+        times, metrics = {"rollout": time.perf_counter() - clock, "score": 0.0}, {"rollout/stored_step": number}
+        episodes = replace(episodes, has_signal=has_signal, batch_rollouts=chosen, problems=problems)
+        return state, replace(episodes, times=times, metrics=metrics), progress.after_step(cursor, len(episodes))
 
 
 if __name__ == "__main__":
