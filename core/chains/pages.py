@@ -160,17 +160,16 @@ class PageTable:
         first row of each prompt whose pages have to be computed, and the rows put aside.
         """
         admitted, firsts, aside = [], [], []
-        for shard in self.shards:
+        for shard in [shard for shard in self.shards if self.may_admit(shard, may_yield)]:
             idle = [row for row in shard.resident if may_yield[row]]
-            waiting = [row for row in shard.waiting if may_draw[row]]
             in_use = self.pages_in_use(shard, expected)
-            for row in waiting if self.may_admit(shard, may_yield) else []:
-                while idle and not self.has_room(shard, row, needed, in_use + expected[row]):
+            for row in [row for row in shard.waiting if may_draw[row]]:
+                while not (has_room := self.has_room(shard, row, needed, in_use + expected[row])) and idle:
                     aside.append(idle.pop(0))
                     self.leave(aside[-1])
                     shard.waiting.append(aside[-1])
                     in_use = self.pages_in_use(shard, expected)
-                if not self.has_room(shard, row, needed, in_use + expected[row]):
+                if not has_room:
                     break
                 in_use = in_use + expected[row] + self.num_missing(shard, row)
                 if self.prompts[row] not in shard.prompts:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
+from runpy import run_path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from core.learner import Learner, add_sums, apply_gradients, make_learner
 from core.objectives import set_loss_denominators
 from core.records import Batch
 from core.terms.ratios import reduce_metrics
-from envs import make_env
+from envs import make_env, parse_options
 from models.checkpoint import load_model
 from models.names import Params
 from models.state import init_state
@@ -36,7 +37,7 @@ from utils.settings.config import make_config
 TINY = ROOT / "models/tiny"
 SETTINGS = minimal.Settings(groups_per_batch=4, group_size=4, ppo_minibatch=16, num_generation_tokens=40)
 P, A = 16, SETTINGS.num_generation_tokens
-DEMO = "numbers=3,min_number=1,max_number=15,max_target=30,expression=tree,max_value=30,prompt=bare"
+DEMO = run_path(str(ROOT / "configs/demo.py"))["get_config"]()["env_options"]
 
 
 def load(folder: Path) -> tuple[minimal.Model, minimal.Params]:
@@ -156,10 +157,7 @@ def test_an_optimizer_step_is_that_of_the_loop():
 
 def test_problems_are_those_of_the_demo():
     for split, number in (("train", 300), ("test", 512)):
-        options = dict(item.split("=") for item in DEMO.split(","))
-        env = make_env(f"countdown-{split}" if split == "test" else "countdown", **{
-            name: int(value) if value.isdecimal() else value for name, value in options.items()
-        })  # fmt: skip
+        env = make_env(f"countdown-{split}" if split == "test" else "countdown", **parse_options(DEMO))
         found = minimal.countdown_problems(SETTINGS, split, range(number))
         assert [text for text, _ in found] == [env.problem(i).messages[0]["content"] for i in range(number)]
         for text, answer in found[:20]:
