@@ -5,7 +5,7 @@
 
 To change the loss: core/objectives.py, the advantage: core/advantages.py, how tokens are sampled: core/sampler.py.
 To change which groups are trained on: `collect`. To add a metric: a new name under "Log, evaluate, save" in `train`.
-To add an option: core/config.py, or the group of the file that reads it. The same in 170 lines: core/minimal.py.
+To add an option: core/config.py, or the group of the file that reads it. The same in one file: core/minimal.py.
 
 A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play (core/rollout.py) -> Sampler.draw
 (core/sampler.py) -> make_batch -> Learner.add_logprobs (core/learner.py) -> compute_advantages (core/advantages.py) ->
