@@ -40,9 +40,9 @@ def read(page: str) -> str:
 
 
 def loop() -> str:
-    """Returns the while loop of `train`."""
-    _, _, train = read("core/grpo.py").partition("\ndef train(")
-    start = train.index("    while ")
+    """Returns the loop of `train` in core/minimal.py."""
+    _, _, train = read("core/minimal.py").partition("\ndef train(")
+    start = train.index("    for step in ")
     first, *rest = train[start:].splitlines(keepends=True)
     body = itertools.takewhile(lambda line: line.isspace() or line.startswith(" " * 8), rest)
     return textwrap.dedent(first + "".join(body))
