@@ -44,8 +44,7 @@ from models.memory import gigabytes
 from models.names import CRITIC, LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
 from models.state import TrainState
-from models.templates import date_prompts
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, date_prompts
 from utils.devices.compilation import Compiler, Programs, forget_programs
 from utils.devices.compile_log import Compilations, compile_metrics, describe_programs
 from utils.devices.sharding import Layout
