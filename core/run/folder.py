@@ -69,7 +69,7 @@ from utils.runs.stopping import STOPPED, check_rules, metric_names, parse_rules
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
-from utils.settings.errors import UserError, counted, describe_file_error, is_installed
+from utils.settings.errors import UserError, counted, describe_file_error
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
@@ -688,19 +688,16 @@ class Run:
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
-        self.print(*next_commands(self.model_dir, model, self.settings))
+        self.print(*next_commands(model, self.settings))
 
 
-def next_commands(base: str, model: str, settings: Mapping[str, Value]) -> list[str]:
-    """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores.
+def next_commands(model: str, settings: Mapping[str, Value]) -> list[str]:
+    """Returns commands for a trained model: a chat, and its scores.
 
-    A run without an environment has no scores: core/eval.py would take its default environment. Only commands whose
-    packages are installed are printed.
+    A run without an environment has no scores: core/eval.py would take its default environment.
     """
     root = Path(os.path.relpath(Path(__file__).parents[2]))
     commands = {"chat:": ("core/sampling.py", "--ckpt_dir", model)}
-    if is_installed("starlette") and is_installed("uvicorn"):
-        commands["side by side:"] = ("core/chat_web.py", "--ckpt_dir", f"{base},{model}")
     if settings["env_name"]:
         played = {name: value for name, value in as_held_out(settings).items() if name in options_of(EnvConfig)}
         commands["evaluate:"] = ("core/eval.py", "--model_dir", model, *words_of(code_settings(played)))

@@ -20,7 +20,6 @@ import pytest
 import scipy.stats
 
 from core import eval as evaluation
-from core.chat_web import trained_settings
 from core.config import Config
 from core.dpo import DPOConfig
 from core.eval import EvalCommand
@@ -31,6 +30,7 @@ from envs import ENVS, find_class
 from envs.base import Env
 from envs.settings import CODE, EnvConfig
 from envs.style import Style, Styled
+from extras.chat_web import trained_settings
 from extras.replay import ReplayCommand
 from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints

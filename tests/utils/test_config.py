@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from core import eval, grpo, sampling
-from core.chat_web import PageCommand
 from core.dpo import DPOConfig
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
+from extras.chat_web import PageCommand
 from extras.replay import ReplayCommand
 from models.speed import PEAKS
 from utils.devices import startup

@@ -17,6 +17,7 @@ from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs
+from utils.settings.errors import user_errors
 
 
 def lines(folder) -> list[dict]:
@@ -205,7 +206,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     terminal.isatty = lambda: False
     # What a terminal gets.
     monkeypatch.setattr(sys, "stdout", terminal)
-    with Logger(tmp_path) as logger:
+    with user_errors(), Logger(tmp_path) as logger:  # it makes a "?" of what the terminal lacks
         logger.sample("step 1", "prompt é", hostile, 1.0)
     terminal.seek(0)
     shown = terminal.read()

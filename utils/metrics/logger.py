@@ -230,13 +230,7 @@ def printable(text: str, max_chars: int = 1600) -> str:
         head = text[: max_chars // 2]
         tail = text[-max_chars // 2 :]
         text = f"{head}\n[... {num_dropped} characters ...]\n{tail}"
-    return writable(text, sys.stdout)
-
-
-def writable(text: str, stream: TextIO) -> str:
-    """Returns text with a "?" for each character that the stream's encoding lacks, since print would raise."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def paint(text: str, color: str) -> str:
