@@ -64,7 +64,7 @@ LAW = {
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
-    "bench": ("bench", "runs", "core", "envs", *BELOW),
+    "bench": ("bench", "extras", "runs", "core", "envs", *BELOW),
 }
 NUMERICAL = {"flax", "jax", "jaxlib", "optax", "orbax"}  # which envs/ never imports: its processes start in no time
 
@@ -132,7 +132,7 @@ def test_no_import_runs_back_up():
         ("envs.guess", "import jax.numpy"),
         ("envs", "from recipes.games.wordle import Wordle"),
         ("models.lora", "from core.records import Batch"),
-        ("utils.metrics.health", "from utils.reporting.plots import COLORS"),
+        ("utils.metrics.health", "from utils.reporting.page import PANELS"),
     ],
 )
 def test_a_wrong_import_is_found(name, line, tmp_path):

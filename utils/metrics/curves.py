@@ -18,6 +18,7 @@ Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
 Column = tuple["array[float]", "array[float]"]  # the same as they are read
 Curves = dict[str, Series]  # of a run, by the name of the metric
 Interval = tuple[float, float]  # its ends
+COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")  # of runs
 MAX_METRICS = 2000  # others are left out
 MAX_NUMBERS = 5 * 10**7
 WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike

@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from utils.files import read_arrays, replacing, skipping_damage
-from utils.metrics.curves import Curves, Interval, intervals, read_metrics, running_mean
+from utils.metrics.curves import COLORS, Curves, Interval, intervals, read_metrics, running_mean
 from utils.metrics.jsonl import JSON, JSONRow, parse_json, read_lines
-from utils.reporting.plots import COLORS
 from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
 from utils.runs.origin import read_settings
 from utils.runs.segments import RunSegment, describe_segment, last_break, since
