@@ -64,7 +64,7 @@ LAW = {
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
-    "bench": ("bench", "extras", "runs", "core", "envs", *BELOW),
+    "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }
 NUMERICAL = {"flax", "jax", "jaxlib", "optax", "orbax"}  # which envs/ never imports: its processes start in no time
 
@@ -129,7 +129,7 @@ def test_no_import_runs_back_up():
         ("core.sampler", "def late():\n    from core.chains.turns import Conversations"),
         ("core.extensions.teacher", "from core import grpo"),
         ("core.rollout", "from extras.replay import replay"),
-        ("envs.guess", "import jax.numpy"),
+        ("envs.poem", "import jax.numpy"),
         ("envs", "from recipes.games.wordle import Wordle"),
         ("models.lora", "from core.records import Batch"),
         ("utils.metrics.health", "from utils.reporting.page import PANELS"),

@@ -313,21 +313,22 @@ def test_a_benchmark_beside_own_rewards_keeps_its_grader(folder):
 
 def test_a_file_imports_the_modules_beside_it(folder):
     """Those of packages too, and from functions; what they read belongs to the code of the reward."""
-    (folder / "helpers.py").write_text("import more\nvalue = more.value + 1\n")
+    (folder / "own_helpers.py").write_text("import more\nvalue = more.value + 1\n")
     (folder / "more.py").write_text("value = 1\n")
     (folder / "parts").mkdir()
     (folder / "parts" / "__init__.py").write_text("from .inner import three\n")
-    (folder / "parts" / "inner.py").write_text("from helpers import value\nthree = value + 1\n")
+    (folder / "parts" / "inner.py").write_text("from own_helpers import value\nthree = value + 1\n")
     (folder / "late.py").write_text("four = 4\n")
     (folder / "own.py").write_text(
-        "import json, helpers\nfrom helpers import value\nfrom parts import inner\nimport parts.inner as again\n"
+        "import json, own_helpers\nfrom own_helpers import value\n"
+        "from parts import inner\nimport parts.inner as again\n"
         "def f(completion, **row):\n"
         "    from late import four\n"
-        "    return [helpers.value, value, inner.three, again.three, four] == [2, 2, 3, 3, 4]\n"
+        "    return [own_helpers.value, value, inner.three, again.three, four] == [2, 2, 3, 3, 4]\n"
     )
     env = dataset(folder, "f")
     assert returns(env, "a") == [1.0]
-    names = ["own.py", "helpers.py", "parts/__init__.py", "parts/inner.py", "late.py", "more.py"]
+    names = ["own.py", "own_helpers.py", "parts/__init__.py", "parts/inner.py", "late.py", "more.py"]
     files = code_files(f"{folder / 'own.py'}:f")
     assert sorted(files) == sorted(folder / name for name in names)
     before = fingerprint_code(env)
