@@ -1,4 +1,4 @@
-"""Compares three steps of TRL's DPOTrainer with three of core/dpo.py: losses, rewards and parameters, DPO and IPO.
+"""Compares three steps of TRL's DPOTrainer with three of ours, for DPO and IPO: losses, rewards and parameters.
 
     pip install trl torch datasets
     python bench/trl_dpo.py
@@ -27,8 +27,8 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from core.dpo import LOSSES, DPOConfig, DPORun
 from core.sft import main as train
+from recipes.preferences.dpo import LOSSES, DPOConfig, DPORun
 from utils.settings.config import parse
 
 try:
@@ -75,7 +75,7 @@ def theirs(model: Path, folder: Path, loss: str) -> Training:
 
 
 def ours(model: Path, folder: Path, loss: str) -> Training:
-    """Returns the same of core/dpo.py."""
+    """Returns the same of recipes/preferences/dpo.py."""
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     options: Sequence[object] = (
         *("--model_dir", model, "--data", folder / "pairs.jsonl", "--save_dir", folder / "run", "--loss", loss),

@@ -46,7 +46,7 @@ TRAIN = [
 ]
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
-    "core/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
+    "recipes/preferences/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
     "recipes/offline/train.py": TRAIN,
     "extras/population.py": TRAIN,

@@ -60,6 +60,7 @@ LAW = {
     "recipes": ("recipes", "envs", *TASKS),  # environments, named in envs/__init__.py
     "recipes.games.make_player": ("recipes.games", "runs", "envs", *BELOW),
     "recipes.games.preset": ("configs",),
+    "recipes.preferences": ("recipes.preferences", "core", "envs", *BELOW),
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
