@@ -163,12 +163,6 @@ PANELS = (
         {"rollout/tokens_per_second": "sampling"},
     ),
     Panel(
-        "Share of the roofline",
-        "Least seconds of the work, by the products and the bytes that the device was measured to make, over the "
-        "seconds taken: padding, recomputation and waiting bring it down.",
-        {"speed/decode_roofline": "sampling", "speed/update_roofline": "updates"}, "%",
-    ),
-    Panel(
         "Time of a step",
         "Seconds spent in each part of a step: the largest is the one worth making faster.",
         {f"times/{name}": name for name in ("rollout", "score", "logprobs", "update")},
