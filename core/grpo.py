@@ -26,15 +26,17 @@ if __name__ == "__main__":
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
+from core.extensions.ahead import AheadRollouts, prepare_ahead
+from core.extensions.bins import TaskBins, make_bins
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
+from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
@@ -56,10 +58,6 @@ from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
 from utils.threefry import make_key
 
-if TYPE_CHECKING:
-    from core.extensions.ahead import AheadRollouts
-    from core.extensions.bins import TaskBins
-
 
 def main(
     config: Config, run_class: type[Run] = Run, make_rollouts: "Callable[..., Rollouts] | None" = None
@@ -77,21 +75,13 @@ def main(
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
     if config.distill.teacher:
-        from core.extensions.teacher import attach_teacher
-
         config, learner, state = attach_teacher(config, learner, state, workers["env"])
     del params  # the state holds them, and each update replaces them
     if config.ahead:
-        from core.extensions.ahead import AheadRollouts, prepare_ahead
-
         workers, state = prepare_ahead(workers, learner, state)
     else:
         workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
-    bins = None
-    if config.update.task_sampling == "bins":
-        from core.extensions.bins import make_bins
-
-        bins = make_bins(config, workers["env"])
+    bins = make_bins(config, workers["env"]) if config.update.task_sampling == "bins" else None
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
@@ -170,7 +160,7 @@ def train(
 class Rollouts:
     """Samples the rollouts of each step with the current policy, when the step begins."""
 
-    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: "TaskBins | None" = None):
+    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: TaskBins | None = None):
         self.config, self.worker, self.learner, self.bins = config, worker, learner, bins
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
@@ -192,7 +182,7 @@ def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> 
 
 
 def collect(
-    worker: RolloutWorker, weights: Weights, config: Config, progress: Progress, bins: "TaskBins | None" = None
+    worker: RolloutWorker, weights: Weights, config: Config, progress: Progress, bins: TaskBins | None = None
 ) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 

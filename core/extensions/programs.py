@@ -18,6 +18,8 @@ from core import records
 from core import sampler as sampling
 from core.blocks import block_shape, block_size, sizes_of
 from core.config import Config
+from core.extensions import teacher as teachers
+from core.extensions.teacher import StateLearner, TaughtLearner
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
@@ -195,7 +197,7 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
     """Returns the programs that compute log-probabilities, update the policy and save it."""
     lists = [update_programs(learner, state, shape) for shape in learner.shapes]
-    if is_taught(learner):
+    if isinstance(learner, TaughtLearner):
         lists.append(teacher_programs(learner, state))
     if not learner.layout.is_single_cpu:
         lists.append(saving_programs(learner.model, state))
@@ -209,8 +211,8 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
     sums = grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
     batch, packing = zero_batch(learner, shape)
-    taught = learner.with_head(state) if is_taught(learner) else learner
-    of_teacher = extras_of_teacher(taught, batch) if is_taught(learner) else {}
+    taught = learner.with_head(state) if isinstance(learner, TaughtLearner) else learner
+    of_teacher = extras_of_teacher(taught, batch) if isinstance(learner, TaughtLearner) else {}
     updated = replace(batch, extras=batch.extras | of_teacher)
     settings = model, config.objective.loss, learner.distribution
     weights = learner.base, taught.beside
@@ -230,32 +232,24 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
 
 def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:
     """Returns the program of `microbatch_outputs`."""
+    if isinstance(learner, StateLearner):
+        return teachers.hidden_states, (learner.model, policy, batch.tokens, packing)
     inputs = batch.tokens, learner.distribution, batch.support, batch.routes, packing, batch.extras
     return learners.packed_outputs, (learner.model, policy, *inputs)
 
 
-def is_taught(learner: Learner) -> bool:
-    """True for a `TaughtLearner`, whose file only runs with --teacher import."""
-    return hasattr(learner, "teacher")
-
-
-def teacher_programs(learner: Learner, state: TrainState) -> Programs:
+def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
     """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
-    from core.extensions.teacher import StateLearner, hidden_states, move_average
-
     policy = learner.teaching_policy(state)
     for shape in learner.teacher.shapes_without_gradients:
         batch, packing = zero_batch(learner.teacher, shape)
         batch = replace(batch, support=None, routes=None, extras={})
-        if isinstance(learner.teacher, StateLearner):
-            yield hidden_states, (learner.teacher.model, policy, batch.tokens, packing)
-        else:
-            yield outputs_program(learner.teacher, policy, batch, packing)
+        yield outputs_program(learner.teacher, policy, batch, packing)
     if kept := state.extra.get(TEACHER):
-        yield move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
+        yield teachers.move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
 
 
-def extras_of_teacher(learner: Learner, batch: Batch) -> Extras:
+def extras_of_teacher(learner: TaughtLearner, batch: Batch) -> Extras:
     """Returns the shapes of a teacher's results for a batch, see `TaughtLearner.ask`."""
     num_rows, width = batch.tokens.shape
     model, layout = learner.teacher.model, learner.layout
