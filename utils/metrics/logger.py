@@ -23,7 +23,7 @@ from utils.files import open_log, replacing
 from utils.metrics.curves import format_value
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, Loggable, json_value, read_lines
-from utils.metrics.sinks import Sink
+from utils.metrics.sinks import GuardedSink
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "data/loss": ("loss", 6),
@@ -67,7 +67,7 @@ class Logger(contextlib.AbstractContextManager):
         resume_step: int | None = None,
         num_steps: int = 0,
         test_interval: int = 0,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[GuardedSink] = (),
     ):
         self.num_steps = num_steps
         self.test_interval = test_interval
