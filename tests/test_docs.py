@@ -7,6 +7,7 @@ What the script does not write, such as a dead link, is corrected by hand.
 
 import importlib
 import itertools
+import json
 import re
 import statistics
 import subprocess
@@ -156,6 +157,42 @@ def test_the_comparison_names_what_the_code_has():
     for name, value in named:
         assert name == "config" or name in options, f"there is no option --{name}"
         assert not value or value in tables.get(name, [value]), f"--{name} has no {value}"
+
+
+def test_figures_of_a_stored_run_are_those_of_its_files():
+    """The sections on the H100 and on takeaways in docs/lab/results.md, against docs/lab/runs."""
+
+    def metrics(name: str, run: str = "h100") -> list[float]:
+        lines = read(f"docs/lab/runs/coder-0.5b_gsm8k_{run}/metrics.jsonl").splitlines()
+        return [row[name] for row in map(json.loads, lines) if name in row]
+
+    def ends(name: str, run: str, spec: str) -> str:
+        values = metrics(name, run)
+        return f"{statistics.mean(values[:5]):{spec}} to {statistics.mean(values[-5:]):{spec}}"
+
+    def median(name: str, spec: str) -> str:
+        return f"{statistics.median(metrics(name)):{spec}}"
+
+    page = " ".join(read("docs/lab/results.md").partition("## On one H100")[2].split())
+    largest = "inference_recompute/logprob_diff_max"
+    told = [
+        "| correct | " + " | ".join(f"{x:.3f}" for x in metrics("test_env/correct_answer")) + " |",
+        f"takes {median('times/step', '.1f')} s (median): {median('times/rollout', '.2f')} s for the rollout",
+        f"{median('times/logprobs', '.2f')} s for log-probabilities, and {median('times/update', '.2f')} s for updates",
+        f"updates on {median('num_rows', '.0f')} rows with signal",
+        f"roofline are {median('speed/decode_roofline', '.2f')} for decoding",
+        f"and {median('speed/update_roofline', '.2f')} for updates. Memory",
+        f"Memory peaks at {max(metrics('memory/peak_gb')):.0f} GB",
+        f"used {max(metrics('compile/num_programs'))} programs",
+        f"(`inference_recompute/kl`) was at most {max(metrics('inference_recompute/kl')):.4f}",
+        f"(`approx_kl`) was at most {max(metrics('approx_kl')):.4f}",
+        f"by {median('inference_recompute/logprob_diff', '.3f')} nats per token on average",
+        f"a median of {median(largest, '.2f')} nats and a maximum of {max(metrics(largest)):.2f}",
+        f"from {ends('entropy', 'h100', '.2f')} nats (H100), from {ends('entropy', 'cpu', '.2f')} (CPU)",
+        f"{statistics.mean(metrics('env/length')[:5]):.0f} tokens before and after (H100)",
+        f"{ends('env/length', 'cpu', '.0f')} (CPU)",
+    ]
+    assert not [figure for figure in told if figure not in page]
 
 
 def test_each_picture_is_on_a_page():
