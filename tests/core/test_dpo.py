@@ -59,7 +59,7 @@ def run(folder: Path, **flags) -> int:
     """Runs core/dpo.py in this process; returns its exit status."""
     try:
         with user_errors():
-            sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.DPORun)
+            sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.Preferences)
     except SystemExit as end:
         return end.code
     return 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from huggingface_hub import ModelCard as HubCard
 
 from core.config import Config
@@ -73,9 +72,6 @@ def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     program, script, *argv = shlex.split(blocks(text)["sh"])
     assert (program, script) == ("python", "core/grpo.py")
     assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "wandb_project": ""}
-    facts = yaml.safe_load(blocks(text)["yaml"])
-    assert (facts["steps"], facts["completions"], facts["sampling"]["temperature"]) == (3, 24, 1.0)
-    assert (facts["env"]["options"]["numbers"], facts["env"]["thinking"]) == (3, True)
 
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation():
