@@ -188,7 +188,8 @@ class Run:
         if metrics:
             metrics |= self.log.compile_metrics()
             self.log.write(progress.step, metrics)
-            progress = self.judge(self.save_best(progress, state, metrics), metrics)
+            progress = replace(self.save_best(progress, state, metrics), best=metrics.get(SELECTION_SCORE))
+            progress = self.judge(progress, metrics)
         return progress
 
     def save_best(self, progress: Progress, state: TrainState, metrics: Mapping[str, float]) -> Progress:
