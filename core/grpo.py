@@ -202,10 +202,9 @@ def collect(
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         positions = cursor + np.arange(num_groups)
+        tasks = task_numbers(config.seed, worker.num_tasks, positions)
         if chosen:  # --task_sampling bins
             tasks = chosen.tasks[positions - progress.cursor]
-        else:
-            tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run, since a task may occur twice in a step that begins a new epoch.
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns have no length reward.
@@ -320,7 +319,12 @@ def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state:
     notes = [*describe_steps(run.folder, worker.max_new_tokens), *run.notes, *worker.notes]
     notes += training_notes(config, learner, state.params, worker)
     run.folder.print(f"{run.folder.model_dir}: {parameters}", *notes)
-    run.log.compile(run_programs(config, workers, learner, state), are_all_known(workers))
+    programs = run_programs(config, workers, learner, state)
+    if config.distill.teacher:
+        from core.extensions.teacher_programs import teacher_programs
+
+        programs.append(teacher_programs(learner, state))
+    run.log.compile(programs, are_all_known(workers))
 
 
 if __name__ == "__main__":

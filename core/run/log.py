@@ -126,6 +126,11 @@ class Log:
         if self.logger:
             self.logger.note(step, metric, text)
 
+    def warn(self, step: int, metric: str, text: str) -> None:
+        """Prints a warning, and marks it as by `note`."""
+        if self.logger:
+            self.logger.warn(step, metric, text)
+
     def end_step(self) -> None:
         """Counts a step, and drops compiled programs if there are too many for the process."""
         if self.layout.is_cpu and forget_programs():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from core.records import Progress
 from core.run.folder import RunFolder
+from core.run.stop import STOPPED
 from envs.settings import EnvConfig, as_held_out, code_settings
 from utils.metrics.curves import read_metrics
 from utils.reporting.page import held_out_scores, judge_segment, write_report
 from utils.reporting.plots import plot_runs
 from utils.reporting.verdict import made_no_update
 from utils.runs.segments import RunSegment
-from utils.runs.stopping import STOPPED
 from utils.settings.arguments import Value
 from utils.settings.config import options_of
 from utils.settings.errors import counted, is_installed

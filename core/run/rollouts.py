@@ -1,19 +1,15 @@
 """Rollouts as rows of JSON, for files, sinks and the report, and as arrays."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from core.records import Batch, Episodes
-from core.rollout import RolloutWorker
-from envs.base import Env
 from models.tokenizer import Tokenizer
-from utils.evaluation.tables import Result
 from utils.files import replacing
-from utils.metrics.jsonl import JSON, JSONRow, json_value
+from utils.metrics.jsonl import JSONRow, json_value
 
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
@@ -152,47 +148,3 @@ def transcript(episodes: Episodes, row: int, from_turn: int = 0) -> str:
     if 0 < from_turn <= len(turns):
         lines.insert(turns[from_turn - 1], f"{'-' * 8} drawn anew from turn {from_turn} on")
     return "\n".join(lines)
-
-
-def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:
-    """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
-    num_samples = len(episodes.task_ids) // len(result.ids)
-    completions = episodes.completions
-    with Path(os.path.expanduser(file)).open("a") as lines:
-        for position, task in enumerate(result.ids.tolist()):
-            start = position * num_samples
-            row = episodes.first_rows[start]
-            prompt = completions.tokens[row, : completions.prompt_lengths[row]]
-            record = {
-                "model_dir": result.model_dir,
-                "env_name": result.env_name,
-                "task": task,
-                "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
-                "reference": json_or_text(worker.env.problem(task).answer),
-                "completions": [sample(worker.env, episodes, i) for i in range(start, start + num_samples)],
-            }
-            lines.write(json.dumps(record) + "\n")
-
-
-def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
-    """Returns the text, the answer, the scores and the length in tokens of a completion."""
-    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
-    value, correct = round(float(episodes.scores["return"][row]), 6), episodes.scores.get("correct_answer")
-    return {
-        "text": episodes.texts[row],
-        "answer": env.answer(episodes.texts[row]),
-        "return": None if np.isnan(value) else value,
-        **({"correct": bool(correct[row] > 0)} if correct is not None else {}),
-        "length": int(episodes.completion_lengths[row]),
-        "finished": bool(episodes.finished[row]),
-        **conversation,
-    }
-
-
-def json_or_text(value: object) -> JSON:
-    """Returns a value as it is if JSON can hold it; if not, its text."""
-    try:
-        json.dumps(value, allow_nan=False)
-        return value
-    except (TypeError, ValueError):
-        return str(value)

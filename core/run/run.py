@@ -14,7 +14,7 @@ from core.run.folder import RunFolder, RunSettings
 from core.run.log import FIRST, Log
 from core.run.report import describe_end, draw_report, resuming_command
 from core.run.states import States, saved_tokenizer
-from core.run.stop import Stopping
+from core.run.stop import STOPPED, Stopping
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.state import TrainState
@@ -24,7 +24,6 @@ from utils.metrics.logger import lossy_output
 from utils.metrics.terminal import waiting
 from utils.runs.segments import describe_segment
 from utils.runs.shutdown import Stop
-from utils.runs.stopping import STOPPED
 from utils.settings.errors import UserError, describe_file_error
 
 Evaluate = Callable[[TrainState, int], dict[str, float]]  # returns the scores of a state; empty: nothing is held out
@@ -87,7 +86,6 @@ class Run:
         Raises: UserError if the run is resumed, and its prompts are now other tokens.
         """
         self.workers = list(workers)
-        self.stop.check(self.folder.settings, self.environments, self.workers)
         tokens = {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
         step = self.resumed.step if self.resumed else -1
         segments, is_changed = self.folder.begin(step, tokens | dict(prompts or {}))
@@ -185,6 +183,8 @@ class Run:
             return progress
         with self.stop.at_once(), waiting("held-out problems before training"):
             metrics = evaluate(state, progress.step)
+        for problem in self.stop.missing(metrics, is_held_out=True):
+            raise UserError(problem)
         if metrics:
             metrics |= self.log.compile_metrics()
             self.log.write(progress.step, metrics)
@@ -231,6 +231,8 @@ class Run:
         is_last |= STOPPED in progress.memory
         metrics |= evaluate(state, step) if is_last and not is_evaluated else {}
         self.log.write(step, metrics)
+        for problem in self.stop.missing(metrics, is_held_out=False) if self.log.num_steps == 0 else ():
+            self.log.warn(step, self.curve, problem)
         if rollouts:
             self.log.write_rollouts(step, *rollouts, is_last or is_due_now or self.log.num_steps == 0)
         progress = self.save_best(progress, state, metrics)

@@ -2,43 +2,45 @@
 
 import contextlib
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from core.records import Progress
-from core.rollout import RolloutWorker
-from envs.scoring.shaping import reward_names
-from envs.settings import RolloutSettings
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.runs.shutdown import Signals, Stop
-from utils.runs.stopping import STOPPED, check_rules, metric_names, parse_rules
-from utils.settings.arguments import Value
+from utils.settings.errors import most_similar
+
+if TYPE_CHECKING:
+    from utils.runs.stopping import StopRule
+
+STOPPED = "stopped_by"  # in Progress.memory: the rule that ended the run
 
 
 class Stopping:
     """The ends of a run; all processes call every method, and end at the same step."""
 
     def __init__(self, stop_at: str, layout: Layout):
-        self.signals, self.rules, self.layout = Signals(), parse_rules(stop_at), layout
+        self.signals, self.layout = Signals(), layout
+        self.rules: list[StopRule] = []
+        if stop_at:
+            from utils.runs.stopping import parse_rules
+
+            self.rules = parse_rules(stop_at)
         self.left_rule = ""  # rule that ended the run before, and that --stop_at does not have now
 
-    def check(
-        self, settings: Mapping[str, Value], roles: Mapping[str, RolloutSettings], workers: Iterable[RolloutWorker]
-    ) -> None:
-        """Raises UserError for a rule on a metric that the run does not log."""
-        if not self.rules:
-            return
-        names = {played.label: role for role, played in roles.items()}
-        parts, open_roles = {}, set()
-        for worker in workers:
-            role = names[worker.name]
-            parts[role] = reward_names(worker.scorer.parts, worker.env)
-            if worker.env.has_turns:
-                open_roles |= {role, "stop"}
-            if settings.get("task_sampling") == "bins":
-                open_roles |= {f"bins/{name}" for name in worker.env.bins()}
-        check_rules(self.rules, metric_names(settings, parts), open_roles)
+    def missing(self, metrics: Mapping[str, JSON], is_held_out: bool) -> list[str]:
+        """Returns a sentence for each rule on a held-out score, or on another metric, that is not among these."""
+        rules = [rule for rule in self.rules if rule.metric.startswith("test_") == is_held_out]
+        sentences = []
+        for rule in rules:
+            if rule.metric not in metrics:
+                close = most_similar(rule.metric, metrics)
+                remedy = f"give {close}, or another name" if close else "give a name"
+                text = f"--stop_at {rule}: the run has logged no metric {rule.metric}"
+                sentences.append(f"{text}: {remedy} of the table in docs/metrics.md")
+        return sentences
 
     def resume(self, progress: Progress) -> Progress:
         """Returns the progress, which a rule that was left out does not end any more."""

@@ -23,9 +23,8 @@ from core import eval as evaluation
 from core.chat_web import trained_settings
 from core.config import Config
 from core.dpo import DPOConfig
-from core.eval import EvalCommand
+from core.eval import EvalCommand, json_or_text
 from core.run.metrics import explained_variance
-from core.run.rollouts import json_or_text
 from core.sft import SFTConfig
 from envs import ENVS, find_class
 from envs.base import Env
