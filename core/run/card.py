@@ -17,7 +17,7 @@ from core.records import Progress
 from envs.settings import RolloutSettings
 from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
-from utils.metrics.curves import Curves, by_steps, format_point
+from utils.metrics.curves import Curves, format_point
 from utils.metrics.jsonl import JSON
 from utils.runs.segments import RunSegment, describe_segment, last_break, since
 from utils.settings.arguments import Value
@@ -31,7 +31,6 @@ METHODS = {  # command: its name in the title, tags, and the curve on which chan
     DPO: ("preferences", ("dpo", "lmpo"), "data/loss"),
 }
 SCORES = ("correct_answer", "return")
-COUNTS = ("num_tasks", "num_samples")
 LOSS = "test_data/loss"  # metric of core/sft.py and core/dpo.py
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 ORIGIN = ("base_model", "license", "license_name", "license_link")
@@ -52,10 +51,10 @@ Trained with lmpo, {version}. The command, with all options that change the resu
 {scores}
 """
 TABLE = """\
-Sampled with the settings above; means over problems with 95% intervals.
+Means with 95% intervals, sampled with the settings of the command:
 
-| environment | problems | samples of each | score | before | after |
-|---|---|---|---|---|---|
+| score | before | after |
+|---|---|---|
 """
 OLD_SCORES = "Scores up to step {} are of other data or settings, and left out."
 CHANGES = "These are the settings of the last steps. `--resume force` changed them on the way:\n\n{}\n\n"
@@ -104,21 +103,13 @@ class ModelCard:
         """Returns a table of the first and the last held-out scores since they are of the same, with their steps."""
         step = last_break(self.segments)
         run = {name: series for name, series in since(run, step).items() if len(series[0])}
-        rows, played = [], self.environments.get("test_env")
-        for score in SCORES:
-            name = f"test_env/{score}"
-            if played and name in run:
-                last = run[name][0][-1]
-                counts = [by_steps(run, f"test_env/{count}").get(last, math.nan) for count in COUNTS]
-                cells = [played.name, *(f"{count:.0f}" for count in counts), score, *both_ends(run, name)]
-                rows.append(f"| {' | '.join(cells)} |")
-        parts = [TABLE + "\n".join(rows)] if rows else []
-        if LOSS in run:
-            before, after = both_ends(run, LOSS)
-            what = "pairs" if self.script == DPO else "replies, nats a token"
-            parts.append(f"Loss of held-out {what}, with its 95% interval: {before}, then {after}.")
-        if step >= 0:
-            parts.append(OLD_SCORES.format(step))
+        played = self.environments.get("test_env")
+        _, counts = run.get("test_env/num_tasks", ((), [math.nan]))
+        of = f"{played.name} ({counts[-1]:.0f} problems)" if played else ""
+        names = {f"test_env/{score}": f"{of}: {score}" for score in SCORES} if played else {}
+        names[LOSS] = f"loss of held-out {'pairs' if self.script == DPO else 'replies, nats a token'}"
+        rows = [f"| {shown} | {' | '.join(both_ends(run, name))} |" for name, shown in names.items() if name in run]
+        parts = [TABLE + "\n".join(rows)] * bool(rows) + [OLD_SCORES.format(step)] * (step >= 0)
         return "\n\n".join(parts) or NO_SCORES
 
 

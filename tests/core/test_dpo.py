@@ -350,7 +350,7 @@ def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
     assert last["test_data/rewards/accuracies"] in (0.0, 1.0), "one pair is held out"
     card = next((tmp_path / "run").glob("step*/README.md")).read_text()
     assert "by preferences, step" in card
-    assert "Loss of held-out pairs, with its 95% interval" in card
+    assert "| loss of held-out pairs | " in card
     assert "python core/dpo.py" in card
 
 
