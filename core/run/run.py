@@ -263,7 +263,9 @@ class Run:
 
     def finish(self, progress: Progress, state: TrainState) -> None:
         """Prints the report's verdict, and the paths of model and report; writes a model that is missing."""
-        self.states.save_missing(state, progress)
+        is_saved = (self.folder.path / f"step{progress.step}").is_dir()
+        if not any(self.layout.gather_values(is_saved)):  # of a run that was stopped, or whose model was removed
+            self.states.save_step(state, progress)
         if self.layout.is_main:
             self.folder.print(*describe_end(self.folder, progress, self.states.card.segments))
 

@@ -120,12 +120,6 @@ class States:
             if self.folder.bucket:
                 self.folder.bucket.remove(f"step{step}")
 
-    def save_missing(self, state: TrainState, progress: Progress) -> None:
-        """Writes the model of a step if it is not there: of a run that was stopped, or whose model was removed."""
-        is_saved = (self.folder.path / f"step{progress.step}").is_dir()
-        if not any(self.layout.gather_values(is_saved)):
-            self.save_step(state, progress)
-
 
 def saved_tokenizer(tokenizer: Tokenizer, played: RolloutSettings, settings: Mapping[str, object]) -> Tokenizer:
     """Returns the tokenizer of saved models, with the prompts and sampling settings of training."""

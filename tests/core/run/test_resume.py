@@ -51,7 +51,6 @@ from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, lock
 from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
-from utils.runs.origin import read_settings
 from utils.runs.segments import add_segment, last_break
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
@@ -540,20 +539,6 @@ def test_segment_of_a_lost_state_begins_where_the_run_resumes():
     found = [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)]
     assert found == [4, 4]
     assert add_segment(segments, 9, {}, {}, True) == segments
-
-
-@pytest.mark.parametrize(
-    "segments",
-    [
-        [1],
-        [{"step": "1"}],
-        [{"step": 1, "changed": {"lr": [1]}, "data": {}}],
-    ],
-)
-def test_segments_that_no_run_writes_are_named(segments, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"run": {"segments": segments}}))
-    with pytest.raises(UserError, match="config.json: run.segments is"):
-        read_settings(tmp_path / "config.json")
 
 
 # Data
