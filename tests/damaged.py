@@ -1,4 +1,4 @@
-"""Files of ten kinds, damaged by a seed, and the readers that meet them; for tests/envs/test_damaged.py.
+"""Files of nine kinds, damaged by a seed, and the readers that meet them; for tests/envs/test_damaged.py.
 
 A damage is one of bytes (a cut, flips, zeros, noise, another encoding, nothing, twice the file), or one of what the
 file holds (a value of another type, a key removed or renamed, huge numbers, NaN, lists nested 10,000 deep).
@@ -8,9 +8,7 @@ import contextlib
 import io
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +19,6 @@ from core.eval import parse_command
 from envs import make_env
 from extras.compare import main as compare
 from extras.replay import read_stored
-from models.checkpoint import load_model
-from models.peft import load_adapters, read_adapters
 from models.tokenizer import load_tokenizer
 from utils.files import write_json
 from utils.reporting.page import task_means
@@ -31,8 +27,6 @@ from utils.settings.errors import UserError
 
 TESTS = Path(__file__).resolve().parent
 TINY = TESTS.parent / "models" / "tiny"
-ADAPTERS = TESTS / "fixtures" / "lora-qwen3"
-BASE = TESTS / "fixtures" / "qwen3-tied"
 # Texts that stand for what json.dumps does not write.
 RAW = {
     "@huge@": "1e400",
@@ -80,10 +74,9 @@ class Kind(NamedTuple):
 
 
 def make_files(folder: Path) -> None:
-    """Writes one whole file of each kind: a run folder without its model, a tokenizer, adapters, rows."""
+    """Writes one whole file of each kind: a run folder without its model, a tokenizer, rows."""
     make_run(folder / "run")
     shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
-    shutil.copytree(ADAPTERS, folder / "adapters")
     rows = [make_row(i) for i in range(20)]
     (folder / "rows.jsonl").write_bytes(dump_lines(rows))
     (folder / "rows.json").write_bytes(dump(rows))
@@ -246,15 +239,6 @@ def damage_template(rng: np.random.Generator, content: bytes) -> bytes:
     return content[:place] + TEMPLATES[rng.integers(len(TEMPLATES))].encode() + content[place:]
 
 
-def damage_adapters(rng: np.random.Generator, content: bytes) -> bytes:
-    """Damages adapter_config.json, or of a safetensors file its header."""
-    if content[:1] == b"{":
-        return damage_json(rng, content)
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    header = damage_json(rng, content[8:end])
-    return struct.pack("<Q", len(header)) + header + content[end:]
-
-
 # Readers
 
 
@@ -283,15 +267,6 @@ def read_rows(file: Path) -> None:
         env.problem(i)
 
 
-@cache
-def base_of_adapters() -> object:
-    return load_model(BASE)[0]
-
-
-def read_peft(file: Path) -> None:
-    load_adapters(read_adapters(file.parent), base_of_adapters())
-
-
 def read_replay(file: Path) -> None:
     for row in range(2):
         stored, _ = read_stored(str(file.with_suffix("")), row)
@@ -299,7 +274,6 @@ def read_replay(file: Path) -> None:
 
 
 TOKENIZER = "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"
-TENSORS = "adapters/adapter_config.json", "adapters/adapter_model.safetensors"
 KINDS = {
     "npz": Kind(("run/rollouts/held_out_2.npz",), damage_arrays, task_means),
     "metrics": Kind(("run/metrics.jsonl",), damage_lines, read_curves),
@@ -310,7 +284,6 @@ KINDS = {
     "jsonl": Kind(("rows.jsonl",), damage_lines, read_rows),
     "json": Kind(("rows.json",), damage_json, read_rows),
     "parquet": Kind(("rows.parquet",), damage_parquet, read_rows),
-    "adapters": Kind(TENSORS, damage_adapters, read_peft),
 }
 
 
@@ -320,7 +293,7 @@ def damaged(folder: Path, kind: str, number: int) -> Iterator[Path]:
     files, damage, _ = KINDS[kind]
     file = folder / files[number % len(files)]
     content = file.read_bytes()
-    rng = np.random.default_rng([sorted(KINDS).index(kind), number])
+    rng = np.random.default_rng([sorted(KINDS).index(kind) + 1, number])
     file.write_bytes((damage if rng.random() < 0.5 else damage_bytes)(rng, content))
     try:
         yield file
