@@ -68,7 +68,7 @@ BEHIND = {
     "metrics": "utils.reporting.page.curve_data",
     "config": "core.eval.as_held_out",
     "replay": "extras.replay.make_config",
-    "tokenizer": "models.tokenizer.check_ids",
+    "tokenizer": "models.tokenizer.Tokenizer.render",
     "template": "models.tokenizer.Tokenizer.encode",
     "jsonl": "envs.data.rows.check_text",
     "json": "envs.data.rows.check_text",
