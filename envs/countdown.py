@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from envs.base import Env, Problem, check_choice
-from envs.data.rows import RawRow, Row, Source, find_files, load_rows
+from envs.data.rows import RawRow, Row, Source, find_local, load_rows
 from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer, parse_arithmetic
 from utils.settings.errors import UserError
@@ -222,7 +222,7 @@ class CountdownData(Countdown):
     ):
         check_choice("prompt", prompt, PROMPTS)
         self.prompt, self.partial = prompt, partial
-        has_test_file = data_dir and find_files(SOURCES["test"], data_dir)
+        has_test_file = data_dir and find_local(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]
         rows, self.note = load_rows("countdown34", source, data_dir, read_row, skip_bad_rows)
         if not has_test_file:

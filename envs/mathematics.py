@@ -5,7 +5,7 @@ Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), th
 
 from envs.base import check_choice
 from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
-from envs.data.rows import RawRow, Row, Source, find_files, load_rows, text_answer, text_prompt
+from envs.data.rows import RawRow, Row, Source, find_local, load_rows, text_answer, text_prompt
 from envs.data.splits import remove_overlap, select_split
 from envs.grading.answers import extract_boxed, same_math
 from utils.settings.errors import UserError, check_installed
@@ -79,7 +79,7 @@ class Mathematics(Questions):
 def remove_benchmarks(rows: list[Row], data_dir: str) -> tuple[list[Row], str]:
     """Returns the rows that stand in none of the benchmarks whose files are in `data_dir`, and a note on the others."""
     benchmarks = [name for name in SOURCES if name not in TRAINING]
-    compared = [name for name in benchmarks if find_files(SOURCES[name], data_dir)]
+    compared = [name for name in benchmarks if find_local(SOURCES[name], data_dir)]
     unknown = [name for name in benchmarks if name not in compared]
     tests = []
     for name in compared:

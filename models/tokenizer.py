@@ -5,7 +5,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Int
 
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
-from utils.settings.checks import open_file
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
@@ -38,19 +37,101 @@ KEPT = ("bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")  
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
-MAX_TEMPLATE = 10**6  # bytes of a chat template
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # contents of messages that test what a template does
 UNREAD = {"role": REPLY, "content": TURN}  # replaces a sampled reply, which templates do not render
 
 
 @dataclass(frozen=True, eq=False)
-class Tokenizer:
-    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
+class Vocabulary:
+    """Text to token ids and back, without a chat template."""
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
     plain: frozenset[str] = frozenset()  # special tokens that texts only quote
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of special tokens, which `decode` drops, by their text."""
+        return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """The ids of all tokens, by their text."""
+        return {**self.hf.get_vocab(), **self.special_ids}
+
+    @property
+    def added_ids(self) -> dict[str, int]:
+        """The ids of tokens that are found in a text as a whole, special or not, by their text."""
+        return self.hf.get_added_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text; nothing is added before or after it."""
+        first, *rest = self.pieces(text)
+        ids = self.hf.encode(first, add_special_tokens=False)
+        return sum([self.encode_behind(TURN, piece) for piece in rest], ids)
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns a text, divided behind the first character of each token of `plain`, so that none is found in it."""
+        if not self.plain:
+            return [text]
+        places = [match.start() + 1 for match in re.finditer(f"(?={'|'.join(map(re.escape, self.plain))})", text)]
+        return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text, and the characters that each stands for."""
+        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], found["offset_mapping"]
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        """Returns the ids of a text behind another one: SentencePiece would begin a separate text with a blank."""
+        text, *rest = self.pieces(text)
+        if rest:
+            return sum([self.encode_behind(before, piece) for piece in (text, *rest)], [])
+        ids, spans = self.encode_spans(before + text)
+        first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
+        is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
+        return ids[first:] if is_apart else self.encode(text)
+
+    @cached_property
+    def first_ids(self) -> list[int]:
+        """The ids that the tokenizer puts before a text, which base models expect."""
+        alone, whole = self.encode(CONTENT), self.hf.encode(CONTENT)
+        places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        return whole[: next(places, 0)]
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
+        """Returns the text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
+        ids = [int(i) for i in ids]
+        return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
+        """Returns the texts of the tool calls in a reply, between these markers; one that is not closed is empty.
+
+        If the markers are single tokens, only these tokens begin and end a call. Without markers a reply that begins
+        with a brace, or whose code block does, is a call.
+        """
+        ids = [int(i) for i in ids]
+        if not opening:
+            body = self.decode(ids).strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+            return (body,) if body.startswith("{") else ()
+        vocabulary = self.added_ids
+        if opening in vocabulary and closing in vocabulary:
+            pieces = split_at(ids, vocabulary[opening])[1:]
+            bodies = [split_at(piece, vocabulary[closing]) for piece in pieces]
+            return tuple(self.hf.decode(body[0]) if len(body) > 1 else "" for body in bodies)
+        pieces = self.hf.decode(ids).split(opening)[1:]
+        bodies = [piece.partition(closing) for piece in pieces]
+        return tuple(body if sign else "" for body, sign, _ in bodies)
+
+    def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
+        """Returns the ids of results that are written behind calls."""
+        return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer(Vocabulary):
+    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -80,58 +161,6 @@ class Tokenizer:
             return self.hf.pad_token_id
         return next(iter(self.stop_ids), 0)
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """The ids of special tokens, which `decode` drops, by their text."""
-        return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """The ids of all tokens, by their text."""
-        return {**self.hf.get_vocab(), **self.special_ids}
-
-    @property
-    def added_ids(self) -> dict[str, int]:
-        """The ids of tokens that are found in a text as a whole, special or not, by their text."""
-        return self.hf.get_added_vocab()
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text; nothing is added before or after it."""
-        first, *rest = self.pieces(text)
-        with named_failure(text):
-            ids = self.hf.encode(first, add_special_tokens=False)
-        return sum([self.encode_behind(TURN, piece) for piece in rest], ids)
-
-    def pieces(self, text: str) -> list[str]:
-        """Returns a text, divided behind the first character of each token of `plain`, so that none is found in it."""
-        if not self.plain:
-            return [text]
-        places = [match.start() + 1 for match in re.finditer(f"(?={'|'.join(map(re.escape, self.plain))})", text)]
-        return [text[start:end] for start, end in pairwise([0, *places, len(text)])]
-
-    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of a text, and the characters that each stands for."""
-        with named_failure(text):
-            found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
-        return found["input_ids"], found["offset_mapping"]
-
-    def encode_behind(self, before: str, text: str) -> list[int]:
-        """Returns the ids of a text behind another one: SentencePiece would begin a separate text with a blank."""
-        text, *rest = self.pieces(text)
-        if rest:
-            return sum([self.encode_behind(before, piece) for piece in (text, *rest)], [])
-        ids, spans = self.encode_spans(before + text)
-        first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
-        is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
-        return ids[first:] if is_apart else self.encode(text)
-
-    @cached_property
-    def first_ids(self) -> list[int]:
-        """The ids that the tokenizer puts before a text, which base models expect."""
-        alone, whole = self.encode(CONTENT), self.hf.encode(CONTENT)
-        places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
-        return whole[: next(places, 0)]
-
     def spelled(self, messages: Sequence[Message]) -> list[str]:
         """Returns the tokens spelled in messages that are special, or neither words nor tags."""
         special, contents = self.special_ids, [*map(content_of, messages)]
@@ -146,11 +175,6 @@ class Tokenizer:
         if spelled := self.spelled(messages):
             notes.append(f"prompts spell {spelled[0]}, which becomes this token, as in transformers")
         return notes
-
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
-        """Returns the text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
-        ids = [int(i) for i in ids]
-        return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(
         self,
@@ -202,25 +226,6 @@ class Tokenizer:
             messages, schemas = announce(messages, schemas), []
         return messages, schemas
 
-    def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
-        """Returns the texts of the tool calls in a reply, between these markers; one that is not closed is empty.
-
-        If the markers are single tokens, only these tokens begin and end a call. Without markers a reply that begins
-        with a brace, or whose code block does, is a call.
-        """
-        ids = [int(i) for i in ids]
-        if not opening:
-            body = self.decode(ids).strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
-            return (body,) if body.startswith("{") else ()
-        vocabulary = self.added_ids
-        if opening in vocabulary and closing in vocabulary:
-            pieces = split_at(ids, vocabulary[opening])[1:]
-            bodies = [split_at(piece, vocabulary[closing]) for piece in pieces]
-            return tuple(self.hf.decode(body[0]) if len(body) > 1 else "" for body in bodies)
-        pieces = self.hf.decode(ids).split(opening)[1:]
-        bodies = [piece.partition(closing) for piece in pieces]
-        return tuple(body if sign else "" for body, sign, _ in bodies)
-
     def bridge(
         self,
         before: Sequence[Message],
@@ -256,10 +261,6 @@ class Tokenizer:
                     f"give {special} alone, or text without it"
                 )
         return tuple(dict.fromkeys(ids)), tuple(strings)
-
-    def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
-        """Returns the ids of results that are written behind calls."""
-        return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
 
     def render(
         self,
@@ -522,17 +523,6 @@ def check_shown(
                 )
 
 
-@contextlib.contextmanager
-def named_failure(text: str) -> Iterator[None]:
-    """Raises UserError for what the library of tokenizers raises at a text."""
-    try:
-        yield
-    except BaseException as error:  # the block holds only calls of the library
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # cannot be imported
-            raise
-        raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
-
-
 def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:
     """Returns the ids in generation_config.json that end a completion, as they are written there."""
     generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
@@ -553,13 +543,9 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     names = [name for name in FILES if (folder / name).is_file()]
     if not {*VOCABULARIES} & {*names}:
         raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
-    files = {}
-    for name in names:
-        check_link(folder, name)
-        with open_file(folder / name) as file:
-            files[name] = file.read()
-        if name.endswith(".json"):
-            parse_object(folder / name, files[name])
+    files = {name: (folder / name).read_bytes() for name in names}
+    if GENERATION_CONFIG in files:
+        read_json(folder / GENERATION_CONFIG)
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
     except BaseException as error:  # errors of transformers and tokenizers; panics of the latter are no Exception
@@ -568,8 +554,18 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
         raise UserError(message) from error
     tokenizer = Tokenizer(hf, files)
-    check_ids(tokenizer, folder, vocab_size)
-    check_template(tokenizer, folder)
+    highest = max(hf.get_vocab().values(), default=-1)
+    if highest < 0:
+        raise UserError(f"{folder}: the tokenizer has no vocabulary: copy its files again")
+    if vocab_size is not None and highest >= vocab_size:
+        message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
+        raise UserError(f"{message}: copy both from one model")
+    if tokenizer.has_template:
+        try:
+            tokenizer.render([{"role": "user", "content": "1 + 1"}], thinking=False)
+        except UserError as error:
+            message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
+            raise UserError(message) from error
     return tokenizer
 
 
@@ -583,62 +579,14 @@ def without_warning(folder: Path) -> dict[str, bool]:
     return {} if is_its_own else {"fix_mistral_regex": False}
 
 
-def check_template(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
-    if len(tokenizer.template) > MAX_TEMPLATE:
-        raise UserError(f"{folder}: its chat template has more than {MAX_TEMPLATE:,} characters: shorten it")
-    messages = [{"role": "user", "content": "1 + 1"}]
-    try:
-        if tokenizer.has_template:
-            tokenizer.render(messages, thinking=False)
-    except UserError as error:
-        message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
-        raise UserError(message) from error
-    try:
-        ids = tokenizer.chat(messages)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}: copy its files again") from error
-    if not ids:
-        raise UserError(f"{folder}: the tokenizer makes no ids of a text: copy its files again")
-
-
-def check_link(folder: Path, name: str) -> None:
-    """Raises UserError for a file of a tokenizer that is a link out of its folder: saved models would hold a copy.
-
-    Links into the hub's cache, whose files are all in `blobs`, are allowed.
-    """
-    parent = (folder / name).resolve().parent
-    if parent != folder.resolve() and parent.name != "blobs":
-        raise UserError(f"{folder / name} is a link out of the folder: replace it by a copy of the file")
-
-
-def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> None:
-    """Raises UserError for ids that the model does not have."""
-    most = float("inf") if vocab_size is None else vocab_size
-    highest = max(tokenizer.hf.get_vocab().values(), default=0)
-    if highest >= most:
-        message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
-        raise UserError(f"{message}: copy both from one model")
-    for i in listed_stop_ids(tokenizer.files):
-        if type(i) is not int or not 0 <= i < most:
-            message = f"{folder / GENERATION_CONFIG}: eos_token_id holds {reprlib.repr(i)}"
-            raise UserError(f"{message}, which is no id of the vocabulary: correct it")
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
         raise UserError(
             f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
         )
-    with open_file(file) as opened:
-        return parse_object(file, opened.read())
-
-
-def parse_object(file: Path, text: bytes) -> dict[str, Any]:
-    """Returns the object in the text of a JSON file. Raises UserError when there is none."""
     try:
-        content = json.loads(text.decode())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""Files of ten kinds, damaged by a seed, and the readers that meet them; for tests/envs/test_damaged.py.
+"""Files of a run folder, damaged by a seed, and the readers that meet them; for tests/envs/test_damaged.py.
 
 A damage is one of bytes (a cut, flips, zeros, noise, another encoding, nothing, twice the file), or one of what the
 file holds (a value of another type, a key removed or renamed, huge numbers, NaN, lists nested 10,000 deep).
@@ -7,10 +7,7 @@ file holds (a value of another type, a key removed or renamed, huge numbers, NaN
 import contextlib
 import io
 import json
-import shutil
-import struct
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,21 +15,13 @@ import numpy as np
 
 from core.config import Config
 from core.eval import parse_command
-from envs import make_env
 from extras.compare import main as compare
 from extras.replay import read_stored
-from models.checkpoint import load_model
-from models.peft import load_adapters, read_adapters
-from models.tokenizer import load_tokenizer
 from utils.files import write_json
 from utils.reporting.page import task_means
 from utils.settings.config import parse, to_dict
 from utils.settings.errors import UserError
 
-TESTS = Path(__file__).resolve().parent
-TINY = TESTS.parent / "models" / "tiny"
-ADAPTERS = TESTS / "fixtures" / "lora-qwen3"
-BASE = TESTS / "fixtures" / "qwen3-tied"
 # Texts that stand for what json.dumps does not write.
 RAW = {
     "@huge@": "1e400",
@@ -41,20 +30,6 @@ RAW = {
     "@NaN@": "NaN",
 }
 VALUES = (None, True, -1, 0.5, 10**400, "x", "", [], {}, [[1]], {"a": [None]}, *RAW)
-TEMPLATES = (
-    "{% endif %}",
-    "{{ x.y.z }}",
-    "{{ messages[9].content }}",
-    "{{ raise_exception('no') }}",
-    "{% for %}",
-    "{{ 1 / 0 }}",
-    "{{ messages | tojson | int }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{% include '/etc/hosts' %}",
-    "{{ 'a' * 10**10 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 10 ** 10 ** 8 }}",
-)
 ARRAYS = (
     lambda x: x.astype(str),
     lambda x: x.astype(complex),
@@ -72,22 +47,12 @@ Damage = Callable[[np.random.Generator, bytes], bytes]
 
 
 class Kind(NamedTuple):
-    """A kind of files: which of `make_files`, what damages their contents, what reads them."""
+    """A file of a run folder, what damages its content, what reads it, and the seed of the damages."""
 
-    files: tuple[str, ...]
+    file: str
     damage: Damage
     read: Callable[[Path], object]
-
-
-def make_files(folder: Path) -> None:
-    """Writes one whole file of each kind: a run folder without its model, a tokenizer, adapters, rows."""
-    make_run(folder / "run")
-    shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
-    shutil.copytree(ADAPTERS, folder / "adapters")
-    rows = [make_row(i) for i in range(20)]
-    (folder / "rows.jsonl").write_bytes(dump_lines(rows))
-    (folder / "rows.json").write_bytes(dump(rows))
-    (folder / "rows.parquet").write_bytes(dump_parquet(rows))
+    seed: int
 
 
 def make_run(run: Path) -> None:
@@ -131,13 +96,6 @@ def make_run(run: Path) -> None:
     np.savez_compressed(run / "rollouts" / "held_out_2.npz", **scores)
 
 
-def make_row(i: int) -> dict:
-    """A row of a conversation, with what may be damaged deep in it."""
-    user = {"role": "user", "content": f"What is {i} and {i}?"}
-    turns = [user, {"role": "assistant", "content": "A café?"}, user | {"content": f"No, {i} + {i}."}]
-    return {"messages": turns, "answer": str(2 * i), "info": {"level": i, "tags": ["sum", "easy"]}}
-
-
 def dump(value: object) -> bytes:
     """Writes JSON, with the texts of RAW as what they stand for."""
     text = json.dumps(value, ensure_ascii=False)
@@ -148,15 +106,6 @@ def dump(value: object) -> bytes:
 
 def dump_lines(rows: list) -> bytes:
     return b"".join(dump(row) + b"\n" for row in rows)
-
-
-def dump_parquet(rows: list) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    return file.getvalue()
 
 
 # Damages
@@ -213,17 +162,6 @@ def damage_lines(rng: np.random.Generator, content: bytes) -> bytes:
     return dump_lines(rows)
 
 
-def damage_parquet(rng: np.random.Generator, content: bytes) -> bytes:
-    """Damages one column in all rows alike: its values have one type there."""
-    rows = [make_row(i) for i in range(20)]
-    seed = rng.integers(2**31)
-    rows = [damage_tree(np.random.default_rng(seed), row) for row in rows]
-    try:
-        return dump_parquet(rows)
-    except (ValueError, TypeError, OverflowError, NotImplementedError):  # what Parquet cannot hold
-        return damage_bytes(rng, content)
-
-
 def damage_arrays(rng: np.random.Generator, content: bytes) -> bytes:
     """Gives an array another type, shape or values, removes or renames it."""
     arrays = dict(np.load(io.BytesIO(content)))
@@ -237,22 +175,6 @@ def damage_arrays(rng: np.random.Generator, content: bytes) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
-
-
-def damage_template(rng: np.random.Generator, content: bytes) -> bytes:
-    """Puts a statement that fails, or takes for ever, anywhere between the tags."""
-    places = [i for i in range(len(content)) if content[i : i + 2] in (b"{%", b"{{")]
-    place = places[rng.integers(len(places))]
-    return content[:place] + TEMPLATES[rng.integers(len(TEMPLATES))].encode() + content[place:]
-
-
-def damage_adapters(rng: np.random.Generator, content: bytes) -> bytes:
-    """Damages adapter_config.json, or of a safetensors file its header."""
-    if content[:1] == b"{":
-        return damage_json(rng, content)
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    header = damage_json(rng, content[8:end])
-    return struct.pack("<Q", len(header)) + header + content[end:]
 
 
 # Readers
@@ -273,54 +195,27 @@ def read_curves(file: Path) -> None:
     compare([str(file), "--html", str(out / "report.html"), "--out", str(out / "plot.png")])
 
 
-def read_tokenizer(file: Path) -> None:
-    load_tokenizer(file.parent).chat([{"role": "user", "content": "What is 2 + 2?"}])
-
-
-def read_rows(file: Path) -> None:
-    env = make_env("dataset", path=str(file))
-    for i in range(env.num_tasks):
-        env.problem(i)
-
-
-@cache
-def base_of_adapters() -> object:
-    return load_model(BASE)[0]
-
-
-def read_peft(file: Path) -> None:
-    load_adapters(read_adapters(file.parent), base_of_adapters())
-
-
 def read_replay(file: Path) -> None:
     for row in range(2):
         stored, _ = read_stored(str(file.with_suffix("")), row)
         assert len(stored.turns) >= 0
 
 
-TOKENIZER = "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"
-TENSORS = "adapters/adapter_config.json", "adapters/adapter_model.safetensors"
 KINDS = {
-    "npz": Kind(("run/rollouts/held_out_2.npz",), damage_arrays, task_means),
-    "metrics": Kind(("run/metrics.jsonl",), damage_lines, read_curves),
-    "config": Kind(("run/config.json",), damage_json, read_run),
-    "replay": Kind(("run/rollouts/step_2.npz",), damage_arrays, read_replay),
-    "tokenizer": Kind(TOKENIZER, damage_json, read_tokenizer),
-    "template": Kind(("tokenizer/chat_template.jinja",), damage_template, read_tokenizer),
-    "jsonl": Kind(("rows.jsonl",), damage_lines, read_rows),
-    "json": Kind(("rows.json",), damage_json, read_rows),
-    "parquet": Kind(("rows.parquet",), damage_parquet, read_rows),
-    "adapters": Kind(TENSORS, damage_adapters, read_peft),
+    "npz": Kind("run/rollouts/held_out_2.npz", damage_arrays, task_means, seed=5),
+    "metrics": Kind("run/metrics.jsonl", damage_lines, read_curves, seed=4),
+    "config": Kind("run/config.json", damage_json, read_run, seed=1),
+    "replay": Kind("run/rollouts/step_2.npz", damage_arrays, read_replay, seed=7),
 }
 
 
 @contextlib.contextmanager
 def damaged(folder: Path, kind: str, number: int) -> Iterator[Path]:
     """Yields the file of a kind with damage number `number`, and restores it."""
-    files, damage, _ = KINDS[kind]
-    file = folder / files[number % len(files)]
+    file = folder / KINDS[kind].file
     content = file.read_bytes()
-    rng = np.random.default_rng([sorted(KINDS).index(kind), number])
+    rng = np.random.default_rng([KINDS[kind].seed, number])
+    damage = KINDS[kind].damage
     file.write_bytes((damage if rng.random() < 0.5 else damage_bytes)(rng, content))
     try:
         yield file

@@ -28,32 +28,19 @@ def sample(file: str) -> list[dict]:
     return read_jsonl(SAMPLES / file)
 
 
-def card(*configs: object) -> str:
-    return f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# Rows\n"
-
-
-def config(name: str, **splits: str | list[str]) -> dict:
-    files = [{"split": split, "path": path} for split, path in splits.items()]
-    return {"config_name": name, "data_files": files}
-
-
 def published(root: Path) -> None:
     """Writes the data sets that environments name, laid out as on the hub."""
     gsm8k = {f"main/{split}-00000-of-00001.parquet": sample(f"gsm8k/{split}.jsonl") for split in ("train", "test")}
     other = {name.replace("main", "socratic"): [{"question": "no", "answer": "#### 1"}] for name in gsm8k}
-    put(root, "openai/gsm8k", {"README.md": GSM8K_CARD} | {n: parquet(rows) for n, rows in (gsm8k | other).items()})
+    put(root, "openai/gsm8k", {n: parquet(rows) for n, rows in (gsm8k | other).items()})
     deepscaler = json.dumps(sample("deepscaler/deepscaler.jsonl"))
     put(root, "agentica-org/DeepScaleR-Preview-Dataset", {"README.md": "# no head", "deepscaler.json": deepscaler})
-    default = card(config("default", train="data/train-*"))
     for name, file in (("HuggingFaceH4/aime_2024", "aime/aime24"), ("MathArena/aime_2025", "aime/aime25")):
         rows = parquet(sample(f"{file}.jsonl"))
-        put(root, name, {"README.md": default, "data/train-00000-of-00001.parquet": rows})
+        put(root, name, {"data/train-00000-of-00001.parquet": rows})
     amc = parquet(sample("amc/amc_2022_2023.jsonl"))
-    put(root, "AI-MO/aimo-validation-amc", {"README.md": default, "data/train-00000-of-00001.parquet": amc})
+    put(root, "AI-MO/aimo-validation-amc", {"data/train-00000-of-00001.parquet": amc})
     put(root, "zwhe99/amc23", {"data/test-00000-of-00001.parquet": parquet(sample("amc/amc23.jsonl"))})
     put(root, "HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(sample("math500/math500.jsonl"))})
     countdown = {"data/train-00000-of-00001.parquet": parquet(sample("countdown/train.jsonl"))}
     put(root, "Jiayi-Pan/Countdown-Tasks-3to4", countdown)
-
-
-GSM8K_CARD = card(*(config(name, train=f"{name}/train-*", test=f"{name}/test-*") for name in ("main", "socratic")))

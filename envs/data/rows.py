@@ -3,14 +3,13 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from envs.data.files import JSON, NOT_UTF8, RawRow, read_file
-from envs.data.hub import fetch_split, folder_split
+from envs.data.hub import read_split
 from utils.settings.errors import UserError, counted
 
 ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
@@ -78,15 +77,12 @@ def load_rows(
     Raises: UserError when there is no data (with what to do), and when a file cannot be read to its end. Unless
     `skip_bad_rows`, also for the first malformed row, by file and line.
     """
-    files = find_files(source, data_dir)
-    if not files and (data_dir or not source.hub):
-        raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
-    files = files or fetch_files(name, source)
+    origin, located = read_source(name, source, data_dir)
     rows = []
     seen = set()
     left_out = Counter()
     total = 0
-    for location, raw in chain.from_iterable(map(read_file, files)):
+    for location, raw in located:
         total += 1
         try:
             if isinstance(raw, Exception):
@@ -112,7 +108,7 @@ def load_rows(
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         found = f"no usable row, but {reasons}: correct them" if total else "no row: write rows into it"
-        raise UserError(f"{name}: {os.path.commonpath(files)} holds {found}")
+        raise UserError(f"{name}: {origin} holds {found}")
     rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
     return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 
@@ -155,29 +151,35 @@ def first_of(names: Sequence[str], row: RawRow) -> str:
     return next((name for name in names if name in row), "")
 
 
-def find_files(source: Source, data_dir: str) -> list[Path]:
-    """Returns the files of a source on this machine: the first that it names, or a copy of the hub's folder.
+def find_local(source: Source, data_dir: str) -> Path | None:
+    """Returns the place of a source on this machine: the first file that it names, or a copy of the hub's folder.
 
     The copy is owner/name or name in --data_dir, or --data_dir itself if it has that name; without --data_dir it is
-    the folder owner/name. Raises: UserError if the copy has no such configuration or split.
+    the folder owner/name.
     """
     root = Path(os.path.expanduser(data_dir)).absolute()
-    hub, _, config = source.hub.partition(":")
+    hub = source.hub.partition(":")[0]
+    places = []
     if data_dir or not hub:
-        named = [root / name for name in source.files if (root / name).is_file()]
-        if named or not hub:
-            return named[:1]
-    name = Path(hub).name
-    copies = [root / hub, root / name, *[root] * (root.name == name)] if data_dir else [root / hub]
-    folder = next(filter(Path.is_dir, copies), None)
-    return folder_split(folder, config, source.hub_split) if folder else []
+        places += [root / name for name in source.files if (root / name).is_file()]
+    if hub:
+        name = Path(hub).name
+        copies = [root / hub, root / name, *[root] * (root.name == name)] if data_dir else [root / hub]
+        places += filter(Path.is_dir, copies)
+    return next(iter(places), None)
 
 
-def fetch_files(name: str, source: Source) -> list[Path]:
-    """Returns the files of a source of the hub. Raises: UserError with what to do if they cannot be fetched."""
+def read_source(name: str, source: Source, data_dir: str) -> tuple[str, Iterator[tuple[str, RawRow | Exception]]]:
+    """Returns where the rows of a source are, and these with their locations. Raises: UserError with what to do."""
+    place = find_local(source, data_dir)
     hub, _, config = source.hub.partition(":")
+    if place and place.is_file():
+        return str(place), read_file(place)
+    if not place and (data_dir or not hub):
+        raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
+    origin = str(place or hub)
     try:
-        return fetch_split(hub, config, source.hub_split)
+        return origin, read_split(origin, config, source.hub_split)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (those of the hub's client and of its network libraries)

@@ -199,8 +199,7 @@ def read_corpus(path: Path) -> list[Passage]:
     if not path.is_file():
         raise UserError(f"corpus={path} names no file: correct the path")
     if path.suffix in (".txt", ""):
-        lines = (line.decode("utf-8", "replace").strip() for _, line in read_lines(path))
-        passages = [Passage("", line) for line in lines if line]
+        passages = [Passage("", line.decode("utf-8", "replace")) for _, line in read_lines(path)]
     else:
         passages = [read_passage(location, row) for location, row in read_file(path)]
     if not passages:

@@ -225,7 +225,7 @@ def test_mistakes_are_named(tmp_path, questions):
         ({"questions": questions}, "needs both files"),
         ({"corpus": corpus, "questions": questions}, 'corpus.jsonl:1 has no "text" or "contents"'),
         ({"corpus": "none.jsonl", "questions": questions}, "corpus=none.jsonl names no file"),
-        ({"corpus": write(tmp_path / "c.jsonl", "{"), "questions": questions}, "c.jsonl:1 is malformed: not JSON"),
+        ({"corpus": write(tmp_path / "c.jsonl", "{"), "questions": questions}, "c.jsonl is not JSON"),
         ({"corpus": write(tmp_path / "c.txt"), "questions": questions}, "holds no passage"),
         ({"top_k": 0}, "top_k >= 1"),
         ({"form": "any"}, "form=any: choose one of tags, boxed, hash"),

@@ -443,7 +443,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
         ("twice.csv", b"prompt,prompt,answer\nx,y,1\n", "twice.csv has several columns 'prompt': give each"),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
-        ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
+        ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),
         ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: convert it by `iconv"),
     ],
@@ -497,7 +497,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
         raise ConnectionError("Couldn't reach the Hub")
 
     # A machine without network.
-    monkeypatch.setattr("envs.data.rows.fetch_split", offline)
+    monkeypatch.setattr("envs.data.hub.fetch_split", offline)
     with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
         envs.make_env("gsm8k")
     paths = {

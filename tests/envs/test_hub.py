@@ -1,16 +1,18 @@
-"""Data sets of the hub, from a hub on this machine and from folders: the files that the package `datasets` reads."""
+"""Data sets of the hub, from a hub on this machine and from folders."""
 
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import envs
 from envs.data.files import read_file
-from envs.data.hub import CONVERTED, KINDS, files_of_split, find_splits, folder_split, matches
+from envs.data.hub import KINDS, files_of_split, folder_split
+from envs.own.dataset import Dataset
 from tests.local_hub import local_hub, put
-from tests.published import ROOT, SAMPLES, card, config, jsonl, parquet, published, sample
+from tests.published import ROOT, SAMPLES, jsonl, parquet, published, sample
 from utils.settings.errors import UserError
 
 MAKE = """
@@ -43,10 +45,10 @@ MINE = {"path": "me/mine", "prompt": "q", "answer": "a"}
 OPTIONS = [  # of data sets
     MINE,
     {"path": "openai/gsm8k:socratic", "prompt": "question", "form": "hash"},
-    MINE | {"path": "me/script", "hub_split": "validation"},
     {"path": "openai/gsm8k"},
     {"path": "openai/gsm8k:maim"},
     {"path": "me/mine", "hub_split": "valid"},
+    MINE | {"path": "me/apart"},
     {"path": "me/nothing"},
 ]
 
@@ -57,13 +59,12 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     names = "gsm8k gsm8k-valid gsm8k-test deepscaler aime-test aime25 amc amc23-test math500-test countdown34".split()
     rows = [{"q": f"{i}?", "a": str(i)} for i in range(40)]
     files = {
-        "a.jsonl": jsonl(rows[:20]),
-        "b.jsonl": jsonl(rows[20:]),
+        "rows-00000-of-00002.jsonl": jsonl(rows[:20]),
+        "rows-00001-of-00002.jsonl": jsonl(rows[20:]),
         "plot.png": b"\x89PNG",
     }
     put(tmp_path, "me/mine", files)
-    put(tmp_path, "me/script", {"script.py": "raise SystemExit"})
-    put(tmp_path, "me/script", {"one/validation/0000.parquet": parquet(rows)}, CONVERTED)
+    put(tmp_path, "me/apart", {"en.jsonl": jsonl(rows[:20]), "de.jsonl": jsonl(rows[20:])})
     wanted = [(name, {}) for name in names] + [("dataset", options) for options in OPTIONS]
     fetched = []
     with local_hub(tmp_path, fetched) as env:
@@ -72,18 +73,19 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
         assert "me/mine/plot.png" not in fetched
         assert "openai/gsm8k/main/train-00000-of-00001.parquet" in fetched
     assert_local_rows(names, found)
-    own, other_configuration, converted, several, unknown, no_split, absent = found[len(names) :]
+    own, other_configuration, several, unknown, no_split, apart, absent = found[len(names) :]
     assert set(own) <= {row["q"] for row in rows}
     assert len(own) == 34
     assert other_configuration == ["no"]
-    assert set(converted) == set(own)
+    assert "me/apart has several files of the split train that are not shards of one: " in apart
+    assert apart.endswith("install the package datasets, which reads more of them: `pip install datasets`")
     assert several == "openai/gsm8k has several configurations: name one by openai/gsm8k:NAME (main, socratic)"
-    assert unknown == "openai/gsm8k has no configuration maim: choose one of main, socratic"
+    assert unknown.startswith("openai/gsm8k has no configuration maim: choose one of main, socratic, or name another")
     assert no_split == "me/mine has no split valid, only train: name a data set or configuration that has it"
     assert "could not load me/nothing from the hub (" in absent
     assert "--local-dir FOLDER` on a machine with" in absent
     again = make(wanted, env)  # the server is gone
-    assert again[:-1] == found[:-1]
+    assert again[:-2] == found[:-2]
     assert "could not load me/nothing from the hub (" in again[-1]
     assert make(wanted[2:3], env | {"HF_HUB_OFFLINE": "1"}) == found[2:3]
 
@@ -120,98 +122,66 @@ def test_a_copy_of_a_data_set_of_the_hub_is_read_from_its_folder(tmp_path):
 
 
 NAMES = ("train.jsonl", "test.jsonl", "dev.jsonl", "other.jsonl", "README.md", "dataset_infos.json")
-FOLDERS = ("train/a.jsonl", "train/b.jsonl", "validation/a.jsonl", "c.jsonl", "my-train/d.jsonl")
+FOLDERS = ("train/a.jsonl", "train/b.jsonl", "validation/a.jsonl", "c.jsonl")
 WORDS = ("my_train_1.csv", "my_test.csv", "trainer.csv", "testing-2.csv")
 SHARDS = ("data/train-00001-of-00002-cd.parquet", "data/train-00000-of-00002-ab.parquet", "data/x-00000-of-00001.csv")
 HIDDEN = (".x/train.jsonl", "__pycache__/train.jsonl", "sub/train.jsonl", ".train.jsonl")
-NESTED = ("p/a.jsonl", "q/b.jsonl", "q/c/d.jsonl")
+CONFIGS = ("p/train.jsonl", "q/train.jsonl", "q/test.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("names", "configs", "name", "splits"),
-    [  # what datasets 5.2 reads, in its order, from a hub of this kind
-        (NAMES, [], "", {"train": ["train.jsonl"], "test": ["test.jsonl"], "validation": ["dev.jsonl"]}),
-        (FOLDERS, [], "", {"train": ["my-train/d.jsonl", *FOLDERS[:2]], "validation": ["validation/a.jsonl"]}),
-        (WORDS, [], "", {"train": ["my_train_1.csv"], "test": ["my_test.csv", "testing-2.csv"]}),
-        (SHARDS + NAMES, [], "default", {"train": [SHARDS[1], SHARDS[0]], "x": [SHARDS[2]]}),
-        (HIDDEN, [], "", {"train": ["sub/train.jsonl"]}),
-        (("a.csv", "a.json", "plot.png", "notes.txt"), [], "", {"train": ["a.json"]}),
-        (("a.csv", "b.csv", "a.json"), [], "", {"train": ["a.csv", "b.csv"]}),
-        (("b.jsonl", "a.json", "x.csv"), [], "", {"train": ["a.json", "b.jsonl"]}),
-        (("one.parquet", "two.parquet"), [], "", {"train": ["one.parquet", "two.parquet"]}),
-        (("rows.jsonl.gz", "notes.txt.gz"), [], "", {"train": ["rows.jsonl.gz"]}),
-        (NESTED, [{"config_name": "z", "data_files": "q/*"}], "", {"train": ["q/b.jsonl"]}),
-        (
-            NESTED,
-            [{"config_name": "z", "data_files": ["q/**", "./p/a.jsonl"]}],
-            "z",
-            {"train": [*NESTED[1:], NESTED[0]]},
-        ),
-        (
-            NESTED,
-            [config("z", train="q/[a-b].*", x=["p/*", "q/b.jsonl"])],
-            "z",
-            {"train": ["q/b.jsonl"], "x": ["p/a.jsonl", "q/b.jsonl"]},
-        ),
-        (
-            NESTED,
-            [{"config_name": "z", "data_dir": "q"}, {"config_name": "y", "data_dir": "p", "default": True}],
-            "",
-            {"train": ["p/a.jsonl"]},
-        ),
-        (
-            NESTED,
-            [{"config_name": "z", "data_dir": "q", "data_files": "c/*"}, {"config_name": "y"}],
-            "z",
-            {"train": ["q/c/d.jsonl"]},
-        ),
-        (NESTED, [config("z", train="nothing/*")], "", {}),
-        (("notes.txt", "LICENSE"), [], "", {}),
+    ("names", "config", "splits"),
+    [
+        (NAMES, "", {"train": ["train.jsonl"], "test": ["test.jsonl"], "validation": ["dev.jsonl"]}),
+        (FOLDERS, "", {"train": [*FOLDERS[:2]], "validation": ["validation/a.jsonl"]}),
+        (WORDS, "", {"train": ["my_train_1.csv"], "test": ["my_test.csv", "testing-2.csv"]}),
+        (SHARDS + NAMES[1:], "default", {"train": [SHARDS[1], SHARDS[0]], "x": [SHARDS[2]], "test": ["test.jsonl"],
+                                         "validation": ["dev.jsonl"]}),
+        (HIDDEN, "", {"train": ["sub/train.jsonl"]}),
+        (("a.csv", "a.json", "plot.png", "notes.txt"), "", {"train": ["a.json"]}),
+        (("a.csv", "b.csv", "a.json"), "", {"train": ["a.csv", "b.csv"]}),
+        (("b.jsonl", "a.json", "c.csv"), "", {"train": ["a.json", "b.jsonl"]}),
+        (("rows.jsonl.gz", "notes.txt.gz"), "", {"train": ["rows.jsonl.gz"]}),
+        (CONFIGS, "q", {"train": ["q/train.jsonl"], "test": ["q/test.jsonl"]}),
+        (("notes.txt", "LICENSE"), "", {}),
     ],
-)
-def test_files_of_splits_are_those_that_datasets_reads(names, configs, name, splits, tmp_path):
-    folder = put(tmp_path, "me/mine", dict.fromkeys(names, "") | ({"README.md": card(*configs)} if configs else {}))
+)  # fmt: skip
+def test_files_of_a_split_are_found_by_their_names(names, config, splits, tmp_path):
+    folder = put(tmp_path, "me/mine", dict.fromkeys(names, ""))
     found = {}
     for split in ("train", "test", "validation", "x"):
         try:
-            found[split] = [path.relative_to(folder).as_posix() for path in folder_split(folder, name, split)]
+            found[split] = [path.relative_to(folder).as_posix() for path in folder_split(folder, config, split)]
         except UserError as error:
             assert str(error).startswith(str(folder))
             assert f"has no split {split}, only" in str(error) or "holds no file of rows" in str(error)
     assert found == splits
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("---\nconfigs: [\n---\n", "README.md: the YAML at its head cannot be read"),
-        ("---\n- 1\n---\n", "README.md: the YAML at its head cannot be read"),
-        ("---\na: " + "[" * 5000 + "\n---\n", "README.md: the YAML at its head cannot be read"),
-        (card({"name": "main"}), "`configs` of its README.md has another form"),
-        (card("main"), "`configs` of its README.md has another form"),
-        (card({"config_name": "main", "data_files": 5}), "`configs` of its README.md has another form"),
-        (card({"config_name": "main", "data_files": [{"split": "train"}]}), "has another form"),
-        (card({"config_name": "main", "data_files": [5]}), "has another form"),
-        (card({"config_name": "main", "data_dir": 5}), "has another form"),
-        (card(config("main", train=[5])), "has another form"),
-    ],
-)
-def test_a_damaged_card_is_named(tmp_path, text, reason):
-    folder = put(tmp_path, "me/mine", {"README.md": text, "train.jsonl": "{}"})
-    with pytest.raises(UserError, match=reason):
-        folder_split(folder, "", "train")
+def test_other_data_sets_are_read_by_the_package_datasets(tmp_path, monkeypatch):
+    """A stand-in for the package, which is not among those that lmpo needs."""
+    asked = []
+
+    def load_dataset(*names: str, split: str) -> list[dict]:
+        asked.append((*names, split))
+        if split == "none":
+            raise ValueError("no such split")
+        return [{"prompt": f"{i}?", "answer": str(i)} for i in range(3)]
+
+    # The package is not installed for tests.
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    folder = put(tmp_path, "me/mine", {"rows.arrow": ""})
+    env = Dataset("test", path=str(tmp_path), test_path=f"{folder}:small", test_hub_split="validation")
+    assert [env.problem(i).answer["answer"] for i in range(3)] == ["0", "1", "2"]
+    assert asked == [(str(folder), "small", "validation")]
+    with pytest.raises(UserError, match="datasets cannot read the split none of .*main .no such split.$"):
+        Dataset("test", path=str(tmp_path), test_path=str(folder), test_hub_split="none")
 
 
 def test_a_split_without_all_of_its_shards_is_not_read():
     """As a download that was cut off leaves it: its rows would be another data set."""
-    splits = find_splits([f"data/train-0000{i}-of-00004.parquet" for i in (0, 2)], {}, "", "me/mine")
     with pytest.raises(UserError, match="lacks data/train-00001-of-00004, 2 such files in all: download them again$"):
-        files_of_split(splits, "train", "me/mine")
-
-
-def test_no_pattern_takes_long():
-    assert not matches(("a",) * 60 + ("c",), ("**", "a") * 40 + ("b",))
-    assert not matches(("a" * 200,), ("*a" * 60 + "b",))
+        files_of_split([f"data/train-0000{i}-of-00004.parquet" for i in (0, 2)], "", "train", "me/mine")
 
 
 def test_every_kind_of_file_that_is_looked_for_is_read(tmp_path):
