@@ -1,5 +1,6 @@
 """Attaches forced answers and conversations to a sampler by the settings; refuses options that do not combine."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -7,13 +8,12 @@ from typing import NamedTuple
 
 import jax
 
-from core.chains.agents import AgentConversations
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
 from core.chains.replies import Replies
 from core.chains.turns import Conversations, answering_calls
 from core.sampler import Sampler
-from envs.base import DIALECTS, ForcedAnswer
+from envs.base import DIALECTS, Env, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
 from models.oracle import check_prompt, check_result
@@ -46,9 +46,15 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
     if env.has_turns:
         check_conversations(sampler, settings)
-    refuse([(bool(env.programs) and jax.process_count() > 1, "programs of agents run on one host: use one process")])
-    make_replies = AgentConversations if env.programs else Conversations if env.has_turns else Replies
-    return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
+    refuse([(bool(env.rollouts) and jax.process_count() > 1, f"{settings.name} runs on one host: use one process")])
+    return Attached(sampler, replies_class(env), compare_samples(settings, sampler.tokenizer, encode))
+
+
+def replies_class(env: Env) -> type[Replies]:
+    """Returns the class that takes the replies of an environment."""
+    if env.rollouts:
+        return getattr(importlib.import_module(env.rollouts.module), env.rollouts.name)
+    return Conversations if env.has_turns else Replies
 
 
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:

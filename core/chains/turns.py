@@ -42,7 +42,7 @@ class Observation(NamedTuple):
 
     tokens: Sequence[int] = ()
     finished: bool = False  # the episode ended in another way than by the limit of tokens
-    begins: bool = False  # the tokens are a row's prompt: see core/chains/agents.py
+    begins: bool = False  # the tokens are a row's prompt: see recipes/agents/rollouts.py
 
 
 class TurnChain(PagedChain):

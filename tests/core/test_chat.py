@@ -26,9 +26,9 @@ from core.chat.terminal import StreamPrinter, converse
 from core.chat_web import ChatServer, load_examples, serve, trained_settings
 from core.sampling import SamplingCommand, encode_row, read_prompts
 from envs import make_env
-from envs.agents import server as http_server
 from envs.settings import EnvConfig
 from models.tokenizer import load_tokenizer
+from recipes.agents import server as http_server
 from tests.helpers import ROOT
 from utils.settings.errors import UserError
 

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 
-from core.chains.agents import check_forged
 from core.chains.attach import compare_samples
 from core.chains.pages import PagedChain
 from core.chains.turns import Conversations, answering_calls
@@ -36,6 +35,7 @@ from envs.settings import RolloutSettings, resolve_settings
 from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
+from recipes.agents.rollouts import check_forged
 from tests import other_trainers
 from tests.helpers import MODEL, ROOT, reading_script, slow
 from tests.hostile import MEMORY
