@@ -11,9 +11,9 @@ import jax
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.pages import with_pages
 from core.chains.replies import Replies
-from core.chains.turns import Conversations, answering_calls
+from core.chains.turns import Conversations, answering_calls, form_of
 from core.sampler import Sampler
-from envs.base import DIALECTS, Env, ForcedAnswer
+from envs.base import DIALECTS, TURN_DIALECTS, Env, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
 from models.oracle import check_prompt, check_result
@@ -46,6 +46,12 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
     if env.has_turns:
         check_conversations(sampler, settings)
+    has_calls = env.dialect in TURN_DIALECTS and not env.rollouts
+    refuse([
+        (has_calls and form_of(sampler.tokenizer, env.dialect) is None,
+         f"{settings.name} calls tools, and the model's chat template writes calls in a form that is not read: choose "
+         "another model, or give --env_options dialect=json if it writes calls as JSON objects"),
+    ])  # fmt: skip
     refuse([(bool(env.rollouts) and jax.process_count() > 1, f"{settings.name} runs on one host: use one process")])
     return Attached(sampler, replies_class(env), compare_samples(settings, sampler.tokenizer, encode))
 

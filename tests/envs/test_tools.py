@@ -32,7 +32,8 @@ from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import repeated_jobs
 from envs.settings import RolloutSettings, resolve_settings
-from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
+from envs.tools.calls import CallError, parse_call
+from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from recipes.agents.rollouts import check_forged
