@@ -38,7 +38,6 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import SamplingConfig
 from envs import make_env, parse_options
-from envs.agents.protocol import read_message, reply_message
 from envs.base import DIALECTS, Dialect, Reply
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, resolve_settings
@@ -46,6 +45,7 @@ from models.checkpoint import load_model
 from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
+from recipes.agents.protocol import read_message, reply_message
 from utils.devices.sharding import single_device
 from utils.threefry import make_key
 

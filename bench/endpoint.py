@@ -5,7 +5,7 @@
     python bench/endpoint.py --python ~/venv-eval/bin/python --model_dir models/tiny --lm_eval 1
 
 The environment has openai, smolagents, mini-swe-agent and openenv. Without a model a script answers, so that calls are
-sure to come; with one, core/serve.py answers. `continued` are requests behind the first whose history was as returned,
+sure to come; with one, serve.py answers. `continued` are requests behind the first whose history was as returned,
 so that only what is new is computed; `forks` are histories that the client has written anew.
 """
 
@@ -28,11 +28,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import markdown_table
-from envs.agents.protocol import ChatRequest, Sampled, chat_answer, read_chat
-from envs.agents.server import JSON, Caller, Payload, Server
-from envs.agents.sessions import Asked, Book, Dialogue, Session
 from envs.base import DIALECTS, Reply
 from models.checkpoint import find_checkpoints
+from recipes.agents.protocol import ChatRequest, Sampled, chat_answer, read_chat
+from recipes.agents.server import JSON, Caller, Payload, Server
+from recipes.agents.sessions import Asked, Book, Dialogue, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds of a client
@@ -220,7 +220,7 @@ def by_script(python: str) -> list[list[object]]:
 @contextmanager
 def served(model_dir: str) -> Iterator[tuple[str, str, list[str]]]:
     """Serves a model; yields its address, its name, and the lines that it prints."""
-    command = [sys.executable, "core/serve.py", "--model_dir", model_dir, "--port", "0"]
+    command = [sys.executable, "recipes/agents/serve.py", "--model_dir", model_dir, "--port", "0"]
     command += ["--context", "2048", "--rows", "4"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = []

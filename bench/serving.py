@@ -1,4 +1,4 @@
-"""Tokens a second of chat endpoints under many conversations at once: core/serve.py, and others if a command is given.
+"""Tokens a second of chat endpoints under many conversations at once: serve.py, and others if a command is given.
 
     python bench/serving.py --model_dir models/tiny
     python bench/serving.py --peer "~/venv-torch/bin/transformers serve models/tiny --continuous-batching --port PORT"
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from bench.common import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = "{python} core/serve.py --model_dir {model_dir} --port PORT --rows {conversations} --context {context}"
+OURS = "{python} recipes/agents/serve.py --model_dir {model_dir} --port PORT --rows {conversations} --context {context}"
 STARTS = 180  # seconds in which a server must answer
 PROMPTS = ("Use {a} {b} {c} to make 24.", "And {b} {c} {a}?")
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128, help="limit of a reply")
-    parser.add_argument("--context", type=int, default=1024, help="most tokens of a conversation, for core/serve.py")
+    parser.add_argument("--context", type=int, default=1024, help="most tokens of a conversation, for serve.py")
     parser.add_argument("--repeats", type=int, default=3, help="after one that is not timed")
     options = parser.parse_args()
     ours = OURS.format(python=shlex.quote(sys.executable), **vars(options))

@@ -42,7 +42,7 @@ ENVS = {
     "search": ("recipes.search.search", "Search", {}),
     "reasoning_gym": ("recipes.reasoning_gym.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.own.dataset", "Dataset", {}),
-    "agent": ("envs.agents.agent", "Agent", {}),
+    "agent": ("recipes.agents.agent", "Agent", {}),
 }
 
 

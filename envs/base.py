@@ -105,17 +105,6 @@ DIALECTS = {
     "python": Dialect("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),  # nanochat
     "json": Dialect("", ""),  # Llama 3; Qwen2.5-Coder, which does not write the markers of its template
 }
-class AgentSettings(NamedTuple):
-    """How the programs of an environment are run: envs/agents/."""
-
-    command: str  # of the shell
-    num_processes: int = 0  # programs at a time; 0: 32 functions or four commands for each core
-    timeout: float = 600.0  # seconds of a program
-    max_calls: int = 32  # replies of a program; behind them it gets a text that is not trained
-    memory_gb: float = 4.0  # of a program and all that it starts
-    dialect: str = "qwen"
-
-
 TURN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if not dialect.is_inline)  # results are messages
 INLINE = "inline"  # role of a result that is written behind a call, between the dialect's markers
 
@@ -127,6 +116,14 @@ class Step(NamedTuple):
     reward: float = 0.0  # earned by this turn; the return of an episode is the sum of its turns' rewards
     done: bool = False
     info: Mapping[str, float] = MappingProxyType({})  # to be logged, summed over turns; "correct_answer" is 1.0 or 0.0
+
+
+class OwnRollouts(NamedTuple):
+    """The class that samples the episodes of an environment, by name: a run of other environments does not load it."""
+
+    module: str
+    name: str  # of a subclass of Conversations, core/chains/turns.py
+    settings: object = None  # what the class reads
 
 
 def cut(text: str, limit: int) -> str:
@@ -192,14 +189,14 @@ class Env:
     force_answer_at: int = -1  # tokens before that limit at which an answer is forced; -1: never
     truncation_penalty: float = 0.0  # subtracted from a positive return of a truncated reply
     form: str = "tags"  # form of answers: tags, boxed, hash or any; names where to look for them, and what is forced
-    programs: AgentSettings | None = None  # each episode is a program: envs/agents/
+    rollouts: OwnRollouts | None = None  # a class of its own samples its episodes; None: one of core/chains/
     code: tuple[Path, ...] = ()  # the user's files that it runs
     note: str = ""  # printed once at the start: facts on its rows, separated by "; "
 
     @property
     def has_turns(self) -> bool:
-        """True if an episode is a conversation, or a program that has some."""
-        return self.max_turns > 1 or self.programs is not None
+        """True if an episode is a conversation, or has some."""
+        return self.max_turns > 1 or self.rollouts is not None
 
     def problem(self, index: int) -> Problem:
         """Returns the problem with this number: a pure function of the index, the same in every process."""

@@ -34,12 +34,12 @@ from core.chat.models import ChatCommand, ChatModel, load_chat_models
 from core.chat.terminal import Model, ShowText
 from core.eval import find_run
 from envs import make_env, test_name
-from envs.agents.protocol import BadRequest
-from envs.agents.server import JSON, Caller, Response, Server, StreamingResponse
 from envs.base import Env
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig, code_settings
 from models.messages import Message
+from recipes.agents.protocol import BadRequest
+from recipes.agents.server import JSON, Caller, Response, Server, StreamingResponse
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.terminal import lowered_program
 from utils.settings.config import parse

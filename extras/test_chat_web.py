@@ -16,10 +16,10 @@ import jax
 import pytest
 
 from envs import make_env
-from envs.agents import server as http_server
 from envs.settings import EnvConfig
 from extras import chat_web as web
 from extras.chat_web import ChatServer, load_examples, serve, trained_settings
+from recipes.agents import server as http_server
 from tests.helpers import ROOT
 from tests.scripted import Scripted
 

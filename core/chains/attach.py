@@ -1,5 +1,6 @@
 """Attaches forced answers and conversations to a sampler by the settings; refuses options that do not combine."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -10,7 +11,7 @@ import jax
 from core.chains.forced import forced_answer, reply_opening
 from core.chains.replies import Replies
 from core.sampler import Sampler
-from envs.base import DIALECTS, ForcedAnswer
+from envs.base import DIALECTS, TURN_DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
 from models.oracle import check_prompt, check_result
@@ -44,16 +45,20 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
         sampler = with_pages(sampler, page_size, env.has_turns)
     make_replies = Replies
     if env.has_turns:
-        from core.chains.turns import Conversations, answering_calls
+        from core.chains.turns import Conversations, answering_calls, form_of
 
         make_replies = Conversations
+        has_calls = env.dialect in TURN_DIALECTS and not env.rollouts
+        refuse([
+            (has_calls and form_of(sampler.tokenizer, env.dialect) is None,
+             f"{settings.name} calls tools, and the model's chat template writes calls in a form that is not read: "
+             "choose another model, or give --env_options dialect=json if it writes calls as JSON objects"),
+        ])  # fmt: skip
         sampler = answering_calls(sampler, DIALECTS[env.dialect]) if env.dialect else sampler
         check_conversations(sampler, settings)
-    if env.programs:
-        from core.chains.agents import AgentConversations
-
-        refuse([(jax.process_count() > 1, "programs of agents run on one host: use one process")])
-        make_replies = AgentConversations
+    if env.rollouts:
+        make_replies = getattr(importlib.import_module(env.rollouts.module), env.rollouts.name)
+    refuse([(bool(env.rollouts) and jax.process_count() > 1, f"{settings.name} runs on one host: use one process")])
     return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
 
 

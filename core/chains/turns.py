@@ -7,11 +7,12 @@ an environment takes.
 B rows, A columns behind the prompt.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 from threading import Event
 from typing import Any, NamedTuple
@@ -28,9 +29,10 @@ from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
 from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies, ScoringStream
-from models.messages import Message, is_begun
+from envs.tools.calls import FORMS, CallError, Form, calls_as_json
+from models.messages import REPLY, Message, Tool, is_begun, tool_schema
 from models.names import Weights
-from models.tokenizer import UNREAD, Tokenizer
+from models.tokenizer import TURN, UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
@@ -42,7 +44,7 @@ class Observation(NamedTuple):
 
     tokens: Sequence[int] = ()
     finished: bool = False  # the episode ended in another way than by the limit of tokens
-    begins: bool = False  # the tokens are a row's prompt: see core/chains/agents.py
+    begins: bool = False  # the tokens are a row's prompt: see recipes/agents/rollouts.py
 
 
 class TurnChain(PagedChain):
@@ -131,6 +133,64 @@ def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
     if closing is None:
         return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
     return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
+
+
+KNOWN_TOOL = {"type": "function", "function": {"name": "weigh", "description": "Weighs.", "parameters": {
+    "type": "object", "required": ["what"], "properties": {
+        "what": {"type": "string", "description": "A thing."},
+        "times": {"type": "integer", "description": "How often."}}}}}  # fmt: skip
+KNOWN_CALL = "weigh", {"what": "an egg", "times": 3}
+
+
+def form_of(tokenizer: Tokenizer, dialect: str) -> Form | None:
+    """Returns the form of calls in a dialect: of "qwen", which is the default, the form that the chat template writes.
+
+    None: no reader recovers a call that the template writes.
+    """
+    return own_form(tokenizer, tokenizer.template) if dialect == "qwen" else FORMS.get(dialect)
+
+
+@lru_cache(maxsize=64)
+def own_form(tokenizer: Tokenizer, template: str) -> Form | None:
+    """Returns the form that reads a known call as the chat template writes it.
+
+    A template that shows no tools gets the announcement of models/messages.py, which asks for Qwen's form.
+    """
+    name, arguments = KNOWN_CALL
+    called = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = [{"role": "user", "content": TURN}]
+    reply = {"role": REPLY, "content": "", "tool_calls": [called]}
+    try:
+        opened = tokenizer.render(asked, None, tools=[KNOWN_TOOL]) if template else ""
+        if name not in opened:
+            return FORMS["qwen"]
+        whole = tokenizer.render([*asked, reply], None, is_open=False, tools=[KNOWN_TOOL])
+    except UserError:
+        return None
+    ids = tokenizer.encode(whole[len(opened) :] if whole.startswith(opened) else whole.rpartition(TURN)[2])
+    for form in FORMS.values():
+        bodies = tokenizer.calls(ids, form.opening, form.closing)
+        with contextlib.suppress(CallError):
+            if sum([form.read(body, [KNOWN_TOOL]) for body in bodies], []) == [KNOWN_CALL]:
+                return form
+    return None
+
+
+def read_calls(
+    tokenizer: Tokenizer, turn: Int[np.ndarray, "A"], form: Form | None, tools: Sequence[Tool]
+) -> tuple[str, ...]:
+    """Returns the calls of tools in a turn, as JSON; a call that cannot be read stays as it is."""
+    if form is None:
+        return ()
+    return calls_as_json(form, tokenizer.calls(turn, form.opening, form.closing), [*map(tool_schema, tools)])
+
+
+def before_calls(tokenizer: Tokenizer, turn: Int[np.ndarray, "A"], form: Form) -> Int[np.ndarray, "_"]:
+    """Returns the tokens of a turn before its first call, if the form's marker is a token; if not, all or none."""
+    opening = tokenizer.added_ids.get(form.opening)
+    if opening is None:
+        return turn if form.opening else turn[:0]
+    return turn[: int(np.argmax(turn == opening))] if opening in turn else turn
 
 
 @dataclass
@@ -254,18 +314,23 @@ class Conversations(Replies):
         `num_left`: tokens that still fit into the row; -1 if not even the end of the turn did.
         """
         episode = self.episodes[row]
-        episode.replies.append(Reply(self.text_of(row, turn), self.calls(turn)))
+        episode.replies.append(self.reply(row, turn))
         episode.last_token = int(turn[-1])
         episode.num_left = num_left
         self.unasked.add(row)
         self.wait.num_tokens += len(turn)
 
-    def calls(self, turn: Int[np.ndarray, "A"]) -> tuple[str, ...]:
-        """Returns the calls of tools in a turn."""
-        if not self.env.dialect:
-            return ()
-        dialect = DIALECTS[self.env.dialect]
-        return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
+    def reply(self, row: int, turn: Int[np.ndarray, "A"]) -> Reply:
+        """Returns a turn as text, with its calls of tools; a model's own form of calls is written as the dialect's."""
+        text, dialect = self.text_of(row, turn), DIALECTS.get(self.env.dialect)
+        if dialect is None or dialect.is_inline:
+            return Reply(text, self.tokenizer.calls(turn, dialect.opening, dialect.closing) if dialect else ())
+        form = form_of(self.tokenizer, self.env.dialect)
+        calls = read_calls(self.tokenizer, turn, form, self.problems[row].tools)
+        if calls and dialect.opening not in text:
+            before = self.text_of(row, before_calls(self.tokenizer, turn, form))
+            text = before + "".join(dialect.opening + call + dialect.closing for call in calls)
+        return Reply(text, calls)
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Observation]:
         """Returns the observations that have come for these rows, as tokens; `is_blocking`: waits for at least one."""

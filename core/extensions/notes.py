@@ -56,7 +56,7 @@ def check_parts(config: Config, worker: RolloutWorker) -> None:
     found = reward_names(parts, worker.env)
     found |= {"length_reward"} if config.rewards.length_reward else set()
     for name, option in asked.items():
-        if parts and not worker.env.programs and name not in found:  # a program names its own
+        if parts and not worker.env.rollouts and name not in found:  # a program names its own
             raise UserError(
                 f"{option}: no reward of {worker.name} has this part: name some of {', '.join(sorted(found))}"
             )

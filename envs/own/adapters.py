@@ -22,7 +22,8 @@ from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.messages import Message
 from envs.data.rows import JSON, RawRow
 from envs.own_code import as_number, wrong_return
-from envs.tools.episode import CallError, LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed, parse_call
+from envs.tools.calls import CallError, parse_call
+from envs.tools.episode import LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed
 
 STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"
 

@@ -6,22 +6,16 @@ process (hang, fork, fill the memory) ends that process: see envs/scoring/helper
 
 import asyncio
 import inspect
-import json
-import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from typing import NamedTuple
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data.rows import JSON
+from envs.tools.calls import MAX_CALL, CallError, parse_call, reason
 
 ToolFunction = Callable[..., object]
 LastGrade = Callable[[str], Mapping[str, float]]  # grades the last reply: "return", "correct_answer" and more to log
-ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "input")  # keys of a call; Llama 3 writes "parameters"
-LABELS = ("type", "id")  # keys that do not change what is run
-MAX_CALL = 100_000  # characters of a call
-MAX_ERROR = 200  # characters of the reason of an error
 
 
 class ToolSettings(NamedTuple):
@@ -32,10 +26,6 @@ class ToolSettings(NamedTuple):
     max_result_characters: int = 2000
     error_reward: float = 0.0  # added for each call that fails
     call_cost: float = 0.0  # subtracted for each call
-
-
-class CallError(ValueError):
-    """Raised for a call that cannot be run."""
 
 
 class ToolEpisode(Episode):
@@ -113,59 +103,6 @@ class ToolEpisode(Episode):
         return completed(tool(*arguments.args, **arguments.kwargs))
 
 
-def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
-    """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
-
-    The arguments may stand under any of ARGUMENTS, and the whole call under "function".
-    Raises: CallError for anything else, with the keys that are not read. Also for a name that comes twice in an object,
-    and for numbers that are not finite.
-    """
-    try:
-        call = json.loads(
-            text, object_pairs_hook=unique_object, parse_float=finite_number, parse_constant=finite_number
-        )
-    except CallError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CallError(f"the call is not JSON: {reason(error)}") from error
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):  # as in messages of transformers and OpenAI
-        call = {key: value for key, value in call.items() if key != "function"} | call["function"]
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        keys = f", but has {quoted(call)}" if isinstance(call, dict) else ""
-        raise CallError(f'the call is not an object with "name" and "arguments"{keys}')
-    others = [key for key in call if key not in ("name", *ARGUMENTS, *LABELS)]
-    if others:
-        raise CallError(f'the call has {quoted(others)}, which is not read: put what the tool takes into "arguments"')
-    given = [key for key in ARGUMENTS if key in call]
-    if len(given) > 1:
-        raise CallError(f'the call has {quoted(given)}: give its arguments once, as "arguments"')
-    arguments = call[given[0]] if given else {}
-    if not isinstance(arguments, dict):
-        raise CallError(f"the {given[0]} are not an object")
-    return call["name"], arguments
-
-
-def quoted(keys: Iterable[str]) -> str:
-    """Returns the first three keys of an object for a message."""
-    return ", ".join(json.dumps(key[:30]) for key in islice(keys, 3))
-
-
-def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    """Returns a JSON object. Raises: CallError if a name comes twice."""
-    names = dict(pairs)
-    if len(names) < len(pairs):
-        raise CallError("the call has a name twice in one object")
-    return names
-
-
-def finite_number(text: str) -> float:
-    """Returns a number with a point or an exponent. Raises: CallError for NaN, Infinity and what is too large."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise CallError(f"the call has {text[:20]}, which is no finite number")
-    return number
-
-
 def bind(tool: ToolFunction, values: Mapping[str, JSON]) -> inspect.BoundArguments:
     """Returns the arguments of a tool. Raises: CallError for arguments that the tool does not take."""
     try:
@@ -183,12 +120,3 @@ def completed(value: object) -> object:
 def event_loop() -> asyncio.AbstractEventLoop:
     """Returns the event loop of this process: a connection that one call opens also serves the next."""
     return asyncio.new_event_loop()
-
-
-def reason(error: BaseException) -> str:
-    """Returns the message of an error; its type if it has no message or cannot be printed."""
-    try:
-        text = str(error) or type(error).__name__
-    except BaseException:  # noqa: BLE001
-        text = type(error).__name__
-    return text[:MAX_ERROR]

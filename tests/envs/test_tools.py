@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 
-from core.chains.agents import check_forged
 from core.chains.attach import compare_samples
 from core.chains.pages import PagedChain
 from core.chains.turns import Conversations, answering_calls
@@ -33,9 +32,11 @@ from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import repeated_jobs
 from envs.settings import RolloutSettings, resolve_settings
-from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
+from envs.tools.calls import CallError, parse_call
+from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
+from recipes.agents.rollouts import check_forged
 from tests import other_trainers
 from tests.helpers import MODEL, ROOT, reading_script, slow
 from tests.hostile import MEMORY

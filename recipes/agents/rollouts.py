@@ -21,15 +21,15 @@ from jaxtyping import Bool, Int, UInt32
 from core.chains.turns import Conversations, Observation, Record, TurnChain
 from core.records import Completions
 from core.sampler import ChainJob, Sampler
-from envs.agents.host import AgentHost, AgentJob
-from envs.agents.protocol import Sampled
-from envs.agents.sessions import FULL, Asked, Ended
 from envs.base import Problem, Reply, Step
 from envs.scoring.helper import Failure
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies
 from models.names import Weights
 from models.tokenizer import Tokenizer
+from recipes.agents.host import AgentHost, AgentJob
+from recipes.agents.protocol import Sampled
+from recipes.agents.sessions import FULL, Asked, Ended
 from utils.batching import concatenate, select_rows
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
@@ -154,7 +154,7 @@ class AgentConversations(Conversations):
     def prepare(self) -> None:
         self.num_rows = len(self.problems)
         self.tokens_per_turn = 0
-        self.host = self.stream.scorer.hold(partial(AgentHost, self.env.programs))
+        self.host = self.stream.scorer.hold(partial(AgentHost, self.env.rollouts.settings))
         self.host.reset()
         self.asked: dict[int, Asked] = {}  # what a row's next reply answers
         self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn

@@ -7,13 +7,26 @@ a number, an object of parts, or null if it has none. If that line is no JSON, t
 or the column `answer`. `--agent FILE.py:FUNCTION` calls a function with the row instead.
 """
 
-from envs.agents.keeper import is_function
-from envs.agents.server import check_packages
-from envs.base import TURN_DIALECTS, AgentSettings, Problem, check_choice
+from typing import NamedTuple
+
+from envs.base import TURN_DIALECTS, OwnRollouts, Problem, check_choice
 from envs.own.adapters import Played
 from envs.own.dataset import Dataset
 from envs.own_code import code_files
+from recipes.agents.keeper import is_function
+from recipes.agents.server import check_packages
 from utils.settings.errors import UserError
+
+
+class AgentSettings(NamedTuple):
+    """How programs are run."""
+
+    command: str  # of the shell
+    num_processes: int = 0  # programs at a time; 0: 32 functions or four commands for each core
+    timeout: float = 600.0  # seconds of a program
+    max_calls: int = 32  # replies of a program; behind them it gets a text that is not trained
+    memory_gb: float = 4.0  # of a program and all that it starts
+    dialect: str = "qwen"
 
 
 class Agent(Dataset):
@@ -52,7 +65,7 @@ class Agent(Dataset):
         )  # fmt: skip
         self.code = (*self.code, *code_files(agent)) if is_function(agent) else self.code
         self.dialect = dialect
-        self.programs = AgentSettings(
+        programs = AgentSettings(
             command=agent,
             num_processes=agent_processes,
             timeout=timeout,
@@ -60,6 +73,7 @@ class Agent(Dataset):
             memory_gb=memory,
             dialect=dialect,
         )
+        self.rollouts = OwnRollouts("recipes.agents.rollouts", "AgentConversations", programs)
 
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:
         """Returns the rewards of a program's last reply; `unscored` if nothing says what they are."""

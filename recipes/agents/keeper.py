@@ -36,7 +36,7 @@ from envs.scoring.processes import (
 )
 from utils.settings.errors import UserError
 
-KEEPER = "import sys; sys.path[0] = sys.argv[1]; from envs.agents.keeper import keep; keep(sys.argv[2])"
+KEEPER = "import sys; sys.path[0] = sys.argv[1]; from recipes.agents.keeper import keep; keep(sys.argv[2])"
 MAX_OUTPUT = 2**16  # last bytes that a program prints, which are kept
 MAX_REPORT = 4000  # bytes: a pipe takes 4,096 in one piece
 INTERVAL = 0.25  # seconds between two looks at time and memory

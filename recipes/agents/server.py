@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, Self
 
-from envs.agents.protocol import BadRequest, chunks, error_body, read_json
+from recipes.agents.protocol import BadRequest, chunks, error_body, read_json
 from utils.settings.errors import UserError
 
 try:

@@ -20,8 +20,11 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from envs.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
-from envs.agents.protocol import (  # noqa: E402
+from envs.base import DIALECTS, Reply  # noqa: E402
+from envs.scoring.helper import Failure  # noqa: E402
+from recipes.agents.agent import AgentSettings  # noqa: E402
+from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
+from recipes.agents.protocol import (  # noqa: E402
     BadRequest,
     ChatRequest,
     Sampled,
@@ -34,10 +37,8 @@ from envs.agents.protocol import (  # noqa: E402
     read_message,
     reply_message,
 )
-from envs.agents.server import Server  # noqa: E402
-from envs.agents.sessions import BUDGET, Asked, Book, Ended, Session  # noqa: E402
-from envs.base import DIALECTS, AgentSettings, Reply  # noqa: E402
-from envs.scoring.helper import Failure  # noqa: E402
+from recipes.agents.server import Server  # noqa: E402
+from recipes.agents.sessions import BUDGET, Asked, Book, Ended, Session  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
 HELLO = {"role": "user", "content": "hello"}
@@ -429,8 +430,8 @@ def test_programs_end_with_the_run(program):
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 from collections import deque
-from envs.agents.host import AgentHost, AgentJob
-from envs.base import AgentSettings
+from recipes.agents.host import AgentHost, AgentJob
+from recipes.agents.agent import AgentSettings
 host = AgentHost(AgentSettings("sleep {mark}")).__enter__()
 host.begin([AgentJob(row, {{}}, 0) for row in range(3)], deque())
 print("ready", flush=True)

@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from core.serve import ServeConfig  # noqa: E402
 from models import decoder  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
+from recipes.agents.serve import ServeConfig  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -33,7 +33,7 @@ ROWS, CONTEXT = 6, 320
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "core/serve.py", "--model_dir", TINY, "--port", "0"]
+    command = [sys.executable, "recipes/agents/serve.py", "--model_dir", TINY, "--port", "0"]
     command += ["--context", CONTEXT, "--rows", ROWS, "--dialect", "qwen"]
     process = subprocess.Popen(
         [*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
 
-from envs.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
-from envs.agents.protocol import BadRequest, Sampled, chat_answer, model_list, read_chat
-from envs.agents.server import JSON, Caller, Denied, Payload, Server
-from envs.agents.sessions import FULL, Book, Ended, Session
-from envs.base import DIALECTS, AgentSettings
+from envs.base import DIALECTS
 from envs.own_code import ROOT, passed_variables
 from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
+from recipes.agents.agent import AgentSettings
+from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
+from recipes.agents.protocol import BadRequest, Sampled, chat_answer, model_list, read_chat
+from recipes.agents.server import JSON, Caller, Denied, Payload, Server
+from recipes.agents.sessions import FULL, Book, Ended, Session
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint
