@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench import objectives
-from utils.metrics.curves import read_metrics
-from utils.reporting import plots
+from extras import plots
+from utils.metrics.curves import COLORS, read_metrics
 from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
@@ -123,7 +123,7 @@ def draw_ladder(folder: Path, out: Path) -> None:
         scores, low, high = ([row[f"correct_answer{end}"] for row in rows] for end in ("", "_low", "_high"))
         errors = np.subtract(scores, low), np.subtract(high, scores)
         places = np.arange(len(rows)) + 0.06 * (number - 1)
-        axis.errorbar(places, scores, errors, fmt="o:", color=plots.COLORS[number], capsize=3, label=file.parent.name)
+        axis.errorbar(places, scores, errors, fmt="o:", color=COLORS[number], capsize=3, label=file.parent.name)
     axis.set_xticks(range(len(RUNGS)), RUNGS)
     axis.set_title("Correct answers of held-out problems", loc="left", fontsize=10)
     axis.set_ylim(0)
