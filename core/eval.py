@@ -5,6 +5,7 @@
 """
 
 import gc
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.rollout import evaluate, make_worker
-from core.run.rollouts import write_samples
+from core.records import Episodes
+from core.rollout import RolloutWorker, evaluate, make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from envs.base import DIALECTS, Env, Problem, Reply
@@ -42,6 +43,7 @@ from models.messages import tool_schema
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.tables import Result, check_writable, write_results
+from utils.metrics.jsonl import JSON
 from utils.metrics.logger import printable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
@@ -308,6 +310,50 @@ def main(config: EvalCommand) -> None:
         results += evaluate_checkpoint(config, name, folder, environments, layout)
     if layout.is_main and results:
         write_results(results, config.output.seed, config.output.json)
+
+
+def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:
+    """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
+    num_samples = len(episodes.task_ids) // len(result.ids)
+    completions = episodes.completions
+    with Path(os.path.expanduser(file)).open("a") as lines:
+        for position, task in enumerate(result.ids.tolist()):
+            start = position * num_samples
+            row = episodes.first_rows[start]
+            prompt = completions.tokens[row, : completions.prompt_lengths[row]]
+            record = {
+                "model_dir": result.model_dir,
+                "env_name": result.env_name,
+                "task": task,
+                "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
+                "reference": json_or_text(worker.env.problem(task).answer),
+                "completions": [sample(worker.env, episodes, i) for i in range(start, start + num_samples)],
+            }
+            lines.write(json.dumps(record) + "\n")
+
+
+def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
+    """Returns the text, the answer, the scores and the length in tokens of a completion."""
+    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
+    value, correct = round(float(episodes.scores["return"][row]), 6), episodes.scores.get("correct_answer")
+    return {
+        "text": episodes.texts[row],
+        "answer": env.answer(episodes.texts[row]),
+        "return": None if np.isnan(value) else value,
+        **({"correct": bool(correct[row] > 0)} if correct is not None else {}),
+        "length": int(episodes.completion_lengths[row]),
+        "finished": bool(episodes.finished[row]),
+        **conversation,
+    }
+
+
+def json_or_text(value: object) -> JSON:
+    """Returns a value as it is if JSON can hold it; if not, its text."""
+    try:
+        json.dumps(value, allow_nan=False)
+        return value
+    except (TypeError, ValueError):
+        return str(value)
 
 
 if __name__ == "__main__":

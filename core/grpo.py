@@ -23,26 +23,25 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
-from core.extensions.ahead import AheadRollouts, prepare_ahead
-from core.extensions.bins import TaskBins, make_bins
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
-from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
-from core.run.folder import STOPPED, Run, is_due, settings_of_model
+from core.run.folder import settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
-from core.terms.lengths import with_length_reward
+from core.run.report import describe_steps
+from core.run.run import STOPPED, Run, is_due
 from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
@@ -58,61 +57,45 @@ from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
 from utils.threefry import make_key
 
+if TYPE_CHECKING:
+    from core.extensions.bins import TaskBins
 
-def main(
-    config: Config, run_class: type[Run] = Run, make_rollouts: "Callable[..., Rollouts] | None" = None
-) -> None:
+Workers = Mapping[str, RolloutWorker]  # by role: "env", "test_env", "test_env.LABEL"
+
+
+def main(config: Config, run_class: type[Run] = Run, rollouts_class: "type[Rollouts] | None" = None) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = run_class(config, layout, environments)  # locks its folder, and checks what it resumes, before models
     # With --lora_rank, `base` is the frozen model, `params` are adapters (models/lora.py): updates change these, and
     # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
-    model, base, params, tokenizer = load_policy(
-        run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
-    )
+    arguments = config.lora, config.seed, layout
+    model, base, params, tokenizer = load_policy(run.folder.model_dir, *arguments, **config.compute.arguments)
     rollout_model = replace(model, mesh=rollout_layout.mesh)
-    workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.directory)
+    workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.folder.path)
     num_tokens = workers["env"].max_new_tokens
-    learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
-    if config.distill.teacher:
-        config, learner, state = attach_teacher(config, learner, state, workers["env"])
+    learner, state = make_learner(config, model, params, layout, num_tokens, run.log.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
-    if config.ahead:
-        workers, state = prepare_ahead(workers, learner, state)
-    else:
-        workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
-    bins = make_bins(config, workers["env"]) if config.update.task_sampling == "bins" else None
+    config, workers, learner, state = with_extensions(config, workers, learner, state)
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
-        devices = layout.describe_devices(state.params)
-        notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params, workers["env"])]
-        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
-        workers = with_few_shapes(workers)
-        rollouts = (make_rollouts or Rollouts)(config, workers["env"], learner, bins)
-        run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
-        if config.ahead:
-            how = {"collect": partial(collect, bins=bins), "fraction_done": fraction_done}
-            rollouts = AheadRollouts(config, workers["env"], learner, **how, stack=run.stack, signals=run.signals)
+        rollouts = (rollouts_class or make_rollouts)(config, workers["env"], learner, run)
+        prepare(config, run, workers, learner, state)
         train(config, run, workers, rollouts, learner, state, progress)
 
 
 def train(
     config: Config,
     run: Run,
-    workers: Mapping[str, RolloutWorker],
-    rollouts: "Rollouts | AheadRollouts",
+    workers: Workers,
+    rollouts: "Rollouts",
     learner: Learner,
     state: TrainState,
     progress: Progress,
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
-    worker, held_out = workers["env"], workers.get("test_env")
-    if held_out and progress.step == 0:
-        with run.interruptible():
-            policy = learner.policy(state.params)
-            metrics, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
-        progress = run.log_start(metrics, examples, state, progress)
-
+    worker, evaluate = workers["env"], partial(evaluate_policy, config, run, workers, learner)
+    progress = run.begin(progress, state, evaluate)
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
 
@@ -120,7 +103,6 @@ def train(
         # drawn from the softmax of logits / --temperature, or from its --top_k, --top_p or --min_p part.
         with run.phase("rollout"):
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
-        is_last = fraction_done(config, worker, progress) >= 1
 
         # Old log-probabilities, of the distribution that was sampled from. Several updates divide by them, so they are
         # computed again: those of the sampler differ by rounding, and are for metrics and --importance_correction. A
@@ -142,25 +124,31 @@ def train(
             update_metrics = learner.metrics(updates)  # blocks until the updates are done
 
         # Log, evaluate, save.
-        metrics = run.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
+        metrics = run.log.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
         metrics |= speed_metrics(learner.layout, episodes, metrics)
         if is_due(step, config.objective.kl.kl_every):
             metrics["kl"] = learner.kl_to_reference(rollout_batch(episodes, config))
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
-        is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
-        if held_out and (is_last or is_due(step, config.held_out.test_interval)):
-            policy = learner.policy(state.params)
-            scores, examples = evaluate_held_out(workers, policy, config.eval, config.seed)
-            run.write_held_out(step, examples)
-            metrics |= scores
-        progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
-    run.print_summary(progress, state)
+        is_last = fraction_done(config, worker, progress) >= 1
+        progress = run.end_step(progress, state, metrics, evaluate, is_last, (episodes, batch))
+    run.finish(progress, state)
+
+
+def evaluate_policy(
+    config: Config, run: Run, workers: Workers, learner: Learner, state: TrainState, step: int
+) -> dict[str, float]:
+    """Returns the scores on held-out problems, and writes their rollouts; empty if no problems are held out."""
+    if "test_env" not in workers:
+        return {}
+    scores, examples = evaluate_held_out(workers, learner.policy(state.params), config.eval, config.seed)
+    run.log.write_held_out(step, examples)
+    return scores
 
 
 class Rollouts:
     """Samples the rollouts of each step with the current policy, when the step begins."""
 
-    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: TaskBins | None = None):
+    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner, bins: "TaskBins | None" = None):
         self.config, self.worker, self.learner, self.bins = config, worker, learner, bins
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
@@ -168,6 +156,21 @@ class Rollouts:
         weights = self.worker.load_weights(self.learner.policy(state.params))  # cast and laid out for decoding
         episodes, cursor = collect(self.worker, weights, self.config, progress, self.bins)
         return state, episodes, progress.after_step(cursor, len(episodes), episodes.memory)
+
+
+def make_rollouts(config: Config, worker: RolloutWorker, learner: Learner, run: Run) -> Rollouts:
+    """Returns what samples the rollouts of each step."""
+    bins = None
+    if config.update.task_sampling == "bins":
+        from core.extensions.bins import make_bins
+
+        bins = make_bins(config, worker)
+    if not config.ahead:
+        return Rollouts(config, worker, learner, bins)
+    from core.extensions.ahead import AheadRollouts
+
+    how = {"collect": partial(collect, bins=bins), "fraction_done": fraction_done}
+    return AheadRollouts(config, worker, learner, **how, stack=run.stack, signals=run.stop.signals)
 
 
 def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -182,7 +185,7 @@ def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> 
 
 
 def collect(
-    worker: RolloutWorker, weights: Weights, config: Config, progress: Progress, bins: TaskBins | None = None
+    worker: RolloutWorker, weights: Weights, config: Config, progress: Progress, bins: "TaskBins | None" = None
 ) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
@@ -199,14 +202,15 @@ def collect(
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         positions = cursor + np.arange(num_groups)
+        tasks = task_numbers(config.seed, worker.num_tasks, positions)
         if chosen:  # --task_sampling bins
             tasks = chosen.tasks[positions - progress.cursor]
-        else:
-            tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run, since a task may occur twice in a step that begins a new epoch.
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns have no length reward.
         if config.rewards.length_reward:
+            from core.terms.lengths import with_length_reward
+
             episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards.length_reward)
         episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
@@ -289,6 +293,38 @@ def make_workers(
         role: make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout, failures_dir)
         for role, settings in environments.items()
     }
+
+
+def with_extensions(
+    config: Config, workers: Workers, learner: Learner, state: TrainState
+) -> tuple[Config, Workers, Learner, TrainState]:
+    """Returns the same with what the options switch on: a teacher, rollouts a step ahead; workers know their room."""
+    if config.distill.teacher:
+        from core.extensions.teacher import attach_teacher
+
+        config, learner, state = attach_teacher(config, learner, state, workers["env"])
+    if config.ahead:
+        from core.extensions.ahead import prepare_ahead
+
+        workers, state = prepare_ahead(workers, learner, state)
+    else:
+        workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
+    return config, with_few_shapes(workers), learner, state
+
+
+def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state: TrainState) -> None:
+    """Prints what the run will do, and compiles its programs."""
+    model, worker = learner.model, workers["env"]
+    parameters = f"{model.num_parameters:,} parameters on {learner.layout.describe_devices(state.params)}"
+    notes = [*describe_steps(run.folder, worker.max_new_tokens), *run.notes, *worker.notes]
+    notes += training_notes(config, learner, state.params, worker)
+    run.folder.print(f"{run.folder.model_dir}: {parameters}", *notes)
+    programs = run_programs(config, workers, learner, state)
+    if config.distill.teacher:
+        from core.extensions.teacher_programs import teacher_programs
+
+        programs.append(teacher_programs(learner, state))
+    run.log.compile(programs, are_all_known(workers))
 
 
 if __name__ == "__main__":

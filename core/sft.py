@@ -25,17 +25,17 @@ from functools import partial
 import numpy as np
 
 from core.advantages import ObjectiveConfig
-from core.grpo import make_workers, task_numbers
+from core.grpo import evaluate_policy, make_workers, task_numbers
 from core.learner import Learner, make_learner
-from core.records import Batch, Episodes, Progress
-from core.rollout import RolloutWorker, evaluate_held_out
+from core.records import Batch, Progress
+from core.rollout import RolloutWorker
 from core.run.card import SFT
 from core.run.fingerprints import NUM_RENDERED, fingerprint_rows, fingerprint_tokens
-from core.run.folder import STOPPED, Run, is_due, settings_of_adapters
+from core.run.folder import settings_of_adapters
 from core.run.metrics import loss_metrics, row_losses
+from core.run.run import STOPPED, Run
 from core.sampler import SamplingConfig
 from envs import test_name
-from envs.data.messages import Messages
 from envs.own.written import DataConfig, read_written
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, RolloutSettings, also_evaluated, check_files, resolve_settings
@@ -47,7 +47,6 @@ from models.optimizers import OptimizerConfig, describe_optimizer
 from models.oracle import check_rows
 from models.state import TrainState
 from models.tokenizer import Tokenizer
-from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, counted, user_errors
@@ -135,34 +134,16 @@ class SFTConfig:
         return BETWEEN if self.env.env_name else ELSEWHERE
 
 
-class SftRun(Run):
-    """A run without rollouts."""
+class Demonstrations:
+    """What core/sft.py learns from: conversations, in which each token of a reply has an advantage of 1."""
 
-    command, curve, last_step = SFT, "data/loss", 0
-    read, example = staticmethod(read_written), "row"  # reads the data; what a step has --batch_size of
-    tests: Sequence[Messages] = ()  # held-out conversations
-    rows: Sequence[Conversation] = ()
+    command, example = SFT, "row"  # a step has --batch_size examples
+    read = staticmethod(read_written)  # returns the data to train on, and held-out conversations
 
-    def __init__(
-        self, config: SFTConfig, layout: Layout, environments: Mapping[str, RolloutSettings], tests: Sequence[Messages]
-    ):
-        self.tests = tests
-        super().__init__(config, layout, environments)
+    def __init__(self, config: "SFTConfig", tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
 
-    def fingerprint(self) -> dict[str, str]:
-        """Returns fingerprints of the rows: see `Run.fingerprint`."""
-        held_out = {"held-out data": fingerprint_rows(self.tests)} if self.tests else {}
-        return super().fingerprint() | held_out
-
-    def fingerprint_prompts(self) -> dict[str, str]:
-        """Returns fingerprints of what the model reads: see `Run.fingerprint_prompts`."""
-        rows = [row.tokens for row in self.rows[:NUM_RENDERED]]
-        return super().fingerprint_prompts() | {"tokens of the first rows": fingerprint_tokens(rows)}
-
-    def describe_work(self) -> list[str]:
-        return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], self.example)}"]
-
-    def weigh(self, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def weigh(self, run: Run, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Returns the batch with the advantages by which it is learned, and metrics of it."""
         return batch, {}
 
@@ -173,51 +154,58 @@ class SftRun(Run):
         logprobs = learner.compute_outputs(learner.policy(state.params), batch).logprobs
         return loss_metrics(logprobs, batch.mask), row_losses(logprobs, batch.mask)
 
-    def saved_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of saved models, with the prompts and stop tokens of training."""
-        return self.tokenizer.with_generation({}).with_training_prompts(self.environments["env"].env.thinking, "")
 
-
-def main(config: SFTConfig, run_class: type[SftRun] = SftRun) -> None:
+def main(config: SFTConfig, learns_from: type[Demonstrations] = Demonstrations) -> None:
     layout = make_layout(config.devices, config.model_dir)
-    data, tests = run_class.read(config.data)
-    played = {}
-    if config.env.env_name:
-        check_files(config.env, [config.env.env_name])
-        num_tokens, force_answer_at = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-        test = resolve_settings(config.env, test_name(config.env.env_name), num_tokens, force_answer_at)
-        played["test_env"], *others = also_evaluated(
-            config.env, [test], config.eval.also_eval, num_tokens, force_answer_at
-        )
-        played |= {f"test_env.{settings.label}": settings for settings in others}
-    run = run_class(config, layout, {"env": data} | played, tests)
-    model, base, params, tokenizer = load_policy(
-        run.model_dir, config.lora, config.seed, layout, **config.compute.arguments
-    )
+    data, tests = learns_from.read(config.data)
+    played = held_out_environments(config)
+    fingerprints = {"held-out data": fingerprint_rows(tests)} if tests else {}
+    run = Run(config, layout, {"env": data} | played, learns_from.command, fingerprints)
+    arguments = config.lora, config.seed, layout
+    model, base, params, tokenizer = load_policy(run.folder.model_dir, *arguments, **config.compute.arguments)
+    method = learns_from(config, tokenizer)
     encode = partial(encode_rows, tokenizer, **config.data.encoding)
     rows, note = encode(data.name, data.env.conversations)
     notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)
     held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
-    workers = make_workers(config, played, model, tokenizer, layout, run.directory)
+    workers = make_workers(config, played, model, tokenizer, layout, run.folder.path)
     softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # trained, however replies are sampled
     most_tokens = max(map(len, rows + held_out))
     model.check_positions("a row", most_tokens, "lower --max_length")
-    learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.write_bad_batch, base)
+    learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.log.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
     workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
-    run.rows, run.last_step = rows, config.num_steps(len(rows))
-    with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
-        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters", *run.notes, note, *notes, *learner.notes)
-        run.print(describe_optimizer(config.optimizer, state.params))
+    run.num_steps = config.num_steps(len(rows))
+    prompts = {"tokens of the first rows": fingerprint_tokens([row.tokens for row in rows[:NUM_RENDERED]])}
+    saved = tokenizer.with_generation({}).with_training_prompts(data.env.thinking, "")
+    with run.start(model, tokenizer, workers.values(), prompts, saved):  # what it has reached is saved at its end
+        steps = f"{counted(run.num_steps, 'step')} of {counted(config.batch_size, method.example)}"
+        parameters = f"{run.folder.model_dir}: {model.num_parameters:,} parameters"
+        run.folder.print(parameters, steps, *run.notes, note, *notes, *learner.notes)
+        run.folder.print(describe_optimizer(config.optimizer, state.params))
         for worker in workers.values():
-            run.print(*worker.notes, *describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking))
-        train(config, run, workers, learner, rows, held_out, state, progress)
+            prompt_notes = describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking)
+            run.folder.print(*worker.notes, *prompt_notes)
+        train(config, run, method, workers, learner, rows, held_out, state, progress)
+
+
+def held_out_environments(config: SFTConfig) -> dict[str, RolloutSettings]:
+    """Returns the environments whose held-out problems are played, by role; none without --env_name."""
+    name, sampling = config.env.env_name, config.sampling
+    if not name:
+        return {}
+    check_files(config.env, [name])
+    limits = sampling.num_generation_tokens, sampling.force_answer_at
+    test = resolve_settings(config.env, test_name(name), *limits)
+    test, *others = also_evaluated(config.env, [test], config.eval.also_eval, *limits)
+    return {"test_env": test} | {f"test_env.{settings.label}": settings for settings in others}
 
 
 def train(
     config: SFTConfig,
-    run: SftRun,
+    run: Run,
+    method: Demonstrations,
     workers: Mapping[str, RolloutWorker],
     learner: Learner,
     rows: Sequence[Conversation],
@@ -226,38 +214,48 @@ def train(
     progress: Progress,
 ) -> None:
     """Makes an update with each batch of rows; every epoch has them in a new order."""
-    if progress.step == 0 and (workers or held_out):
-        with run.interruptible():
-            metrics, examples, losses = evaluate(config, run, workers, learner, held_out, state)
-        run.write_losses(0, losses)
-        progress = run.log_start(metrics, examples, state, progress)
-
+    evaluate = partial(evaluate_model, config, run, method, workers, learner, held_out)
+    progress = run.begin(progress, state, evaluate)
     num_examples = len(rows) // config.group_size
-    while progress.step < run.last_step and STOPPED not in progress.memory:
+    while progress.step < run.num_steps and STOPPED not in progress.memory:
         with run.phase("data"):
             end = min(progress.cursor + config.batch_size, config.num_epochs * num_examples or sys.maxsize)
             numbers = task_numbers(config.seed, num_examples, np.arange(progress.cursor, end))
             batch = make_batch([rows[i * config.group_size + k] for i in numbers for k in range(config.group_size)])
-        batch, weighed = run.weigh(learner, state, batch)
+        batch, weighed = method.weigh(run, learner, state, batch)
         with run.phase("update"):
-            state, update = learner.update(state, batch, progress.step / run.last_step)
+            state, update = learner.update(state, batch, progress.step / run.num_steps)
             updated = learner.metrics([update])  # blocks until the update is done
         progress = progress.after_step(end, num_rollouts=0)
-        is_last = progress.step == run.last_step
+        is_last, times = progress.step == run.num_steps, run.log.times
 
-        metrics = run.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
+        metrics = times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / num_examples}
         metrics |= weighed
-        metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
-        is_last = is_last or run.met_rule(progress, metrics) != ""  # of --stop_at
-        if (workers or held_out) and (is_last or is_due(progress.step, config.test_interval)):
-            scores, examples, losses = evaluate(config, run, workers, learner, held_out, state)
-            run.write_losses(progress.step, losses)
-            if examples is not None:
-                run.write_held_out(progress.step, examples)
-            metrics |= scores
-        progress = run.end_step(progress, state, metrics, None, batch, is_last)
-    run.print_summary(progress, state)
+        metrics["speed/tokens_per_second"] = batch.lengths.sum() / times["times/update"]
+        progress = run.end_step(progress, state, metrics, evaluate, is_last)
+    run.finish(progress, state)
+
+
+def evaluate_model(
+    config: SFTConfig,
+    run: Run,
+    method: Demonstrations,
+    workers: Mapping[str, RolloutWorker],
+    learner: Learner,
+    held_out: Sequence[Conversation],
+    state: TrainState,
+    step: int,
+) -> dict[str, float]:
+    """Returns the scores of the environments and the losses of held-out rows, and writes both; empty without them."""
+    clock, metrics = time.perf_counter(), {}
+    if workers:
+        metrics = evaluate_policy(config, run, workers, learner, state, step)
+    if held_out:
+        found, losses = method.measure(learner, state, make_batch(held_out))
+        run.log.write_losses(step, losses)
+        metrics |= found
+    return metrics | {"times/test": time.perf_counter() - clock} if metrics else {}
 
 
 def make_batch(rows: Sequence[Conversation]) -> Batch:
@@ -276,25 +274,6 @@ def make_batch(rows: Sequence[Conversation]) -> Batch:
         prompt_lengths=mask.argmax(axis=1),
         advantages=np.float32(mask),
     )
-
-
-def evaluate(
-    config: SFTConfig,
-    run: SftRun,
-    workers: Mapping[str, RolloutWorker],
-    learner: Learner,
-    held_out: Sequence[Conversation],
-    state: TrainState,
-) -> tuple[dict[str, float], Episodes | None, dict[str, np.ndarray]]:
-    """Returns metrics, the environment's episodes, and the losses of held-out rows, as far as there are any."""
-    clock, metrics, examples, losses = time.perf_counter(), {}, None, {}
-    if workers:
-        metrics, examples = evaluate_held_out(workers, learner.policy(state.params), config.eval, config.seed)
-    if held_out:
-        found, losses = run.measure(learner, state, make_batch(held_out))
-        metrics |= found
-    metrics["times/test"] = time.perf_counter() - clock
-    return metrics, examples, losses
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import os
 import re
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,9 @@ from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
-from core.run.folder import Run, make_default_folder, settings_of_model
+from core.run.folder import make_default_folder, settings_of_model
+from core.run.report import describe_steps
+from core.run.run import Run
 from envs.settings import resolve_environments
 from extras.members import MemberSampler, SharedSampler, labeled_output, settings_of
 from extras.plots import plot_runs
@@ -84,7 +85,6 @@ class MemberRun(Run):
     # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
     # a CPU in any case, two at once 2.1 GB instead of 1.4.
     turn = threading.Lock()
-    num_members = 1
     failed = ""  # name of the member whose failure ends this run
 
     @contextlib.contextmanager
@@ -93,19 +93,16 @@ class MemberRun(Run):
         with contextlib.nullcontext() if name == "rollout" else self.turn, super().phase(name):
             yield
 
-    def draw(self) -> None:
-        """Draws report.html: see `Run.draw`.
-
-        It is then due again after a multiple of the time of a run alone, so that all members cost as little as one.
-        """
-        super().draw()
-        self.next_drawing += (self.num_members - 1) * (self.next_drawing - time.monotonic())
+    def write_report(self, is_ended: bool = False) -> None:
+        """Writes config.json and the report: see `Run.write_report`."""
+        with self.turn:
+            super().write_report(is_ended)
 
     def save_newest(self) -> tuple[TrainState, Progress] | None:
         """Writes the newest state: see `Run.save_newest`. Orbax mixes up the files of two saves at once."""
         with self.turn:
             saved = super().save_newest()
-            self.checkpoints.wait()
+            self.states.checkpoints.wait()
         return saved
 
     @property
@@ -132,8 +129,10 @@ class Member:
         run, learner, workers = self.run, self.learner, self.workers
         try:
             with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
-                notes = training_notes(self.config, learner, self.state.params, workers["env"])
-                run.print(*run.notes, *workers["env"].notes, *notes)
+                worker = workers["env"]
+                notes = training_notes(self.config, learner, self.state.params, worker)
+                steps = describe_steps(run.folder, worker.max_new_tokens)
+                run.folder.print(*steps, *run.notes, *worker.notes, *notes)
                 rollouts = Rollouts(self.config, workers["env"], learner, bins=None)
                 train(self.config, run, workers, rollouts, learner, self.state, self.progress)
         except SystemExit as end:
@@ -253,21 +252,20 @@ def make_member(
     """Returns a member, over the base of the first one if there is one already."""
     environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
     run = MemberRun(config, layout, environments)
-    run.num_members = len(shared.members)
     lora = replace(config.lora, lora_merge="never")
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}
-    model, base, adapters, tokenizer = load_policy(run.model_dir, lora, config.seed, layout, **arguments)
+    model, base, adapters, tokenizer = load_policy(run.folder.model_dir, lora, config.seed, layout, **arguments)
     if model.num_experts and model.adapts_experts:
         raise UserError("members of a population cannot have adapters of experts: train this model in a run of its own")
     tokenizer = first.tokenizer if first else tokenizer
     # Members score at the same time: together they have a process for each core.
-    num_scorers = max(1, (os.cpu_count() or 1) // run.num_members)
+    num_scorers = max(1, (os.cpu_count() or 1) // len(shared.members))
     rewards = replace(config.rewards, num_score_workers=config.rewards.num_score_workers or num_scorers)
     worker_config = replace(config, rewards=rewards)
-    workers = make_workers(worker_config, environments, model, tokenizer, layout, run.directory)
-    workers = {role: share_sampler(worker, name, run.signals, shared) for role, worker in workers.items()}
+    workers = make_workers(worker_config, environments, model, tokenizer, layout, run.folder.path)
+    workers = {role: share_sampler(worker, name, run.stop.signals, shared) for role, worker in workers.items()}
     num_tokens = workers["env"].max_new_tokens
-    learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
+    learner, state = make_learner(config, model, adapters, layout, num_tokens, run.log.write_bad_batch, base)
     workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)
@@ -297,7 +295,7 @@ def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
                 failed = failed or next((member for member in members if member.status), None)
             for member in members if signals.received or failed else ():
                 member.run.failed = failed.name if failed else ""
-                member.run.signals.received = signals.received or signal.SIGTERM
+                member.run.stop.signals.received = signals.received or signal.SIGTERM
             shared.stop()
     failed = failed or next((member for member in members if member.status), None)
     if failed:
@@ -306,16 +304,16 @@ def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
 
 def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptions]) -> None:
     """Prints the last held-out scores of all members, and writes population.png and population.html."""
-    runs = {member.name: read_metrics(member.run.directory / "metrics.jsonl") for member in members}
+    runs = {member.name: read_metrics(member.run.folder.path / "metrics.jsonl") for member in members}
     groups = {}  # groups of members that differ in the seed only
     for name, own in values.items():
         others = "_".join(f"{option}={short_value(value)}" for option, value in own.items() if option != "seed")
         groups.setdefault(others or "all", []).append(name)
-    folder = members[0].run.directory.parent
+    folder = members[0].run.folder.path.parent
     if scores := format_runs(runs, groups):
         print(scores)
     plot_runs(runs, folder / "population.png")
-    write_report([member.run.directory for member in members], folder / "population.html", groups)
+    write_report([member.run.folder.path for member in members], folder / "population.html", groups)
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
 
 

@@ -30,7 +30,8 @@ from core.config import Config
 from core.records import Completions, Episodes, first_rows
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
-from core.run.rollouts import read_rollouts, transcript
+from core.run.rollouts import transcript
+from core.run.stored import read_rollouts
 from core.sampler import row_keys, sample_keys
 from core.terms.turn_rewards import turn_numbers
 from envs.scoring.scorer import ScoringStream

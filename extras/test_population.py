@@ -301,7 +301,7 @@ def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
     log = population.MemberRun.end_step
 
     def end_step(run, progress, *arguments):
-        if progress.step == 2 and run.directory.name == "seed=0":
+        if progress.step == 2 and run.folder.path.name == "seed=0":
             signal.raise_signal(signal.SIGTERM)
         return log(run, progress, *arguments)
 

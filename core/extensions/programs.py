@@ -18,13 +18,10 @@ from core import records
 from core import sampler as sampling
 from core.blocks import block_shape, block_size, sizes_of
 from core.config import Config
-from core.extensions import teacher as teachers
-from core.extensions.teacher import StateLearner, TaughtLearner
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler, SlotState
-from core.terms.distill import SAMPLED, TEACHER_COEFFICIENTS, TEACHER_LOGPROBS
 from envs.prompts import longest_prompt
 from models import decoder
 from models.architecture import Decoder
@@ -32,7 +29,7 @@ from models.cache import Cache
 from models.checkpoint import layer_rows, take_layer
 from models.deltanet import RecurrentState
 from models.lora import attach, split_policy
-from models.names import ADAPTERS, LAYERS, TEACHER, Extras, Policy
+from models.names import ADAPTERS, LAYERS, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
@@ -197,8 +194,6 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
     """Returns the programs that compute log-probabilities, update the policy and save it."""
     lists = [update_programs(learner, state, shape) for shape in learner.shapes]
-    if isinstance(learner, TaughtLearner):
-        lists.append(teacher_programs(learner, state))
     if not learner.layout.is_single_cpu:
         lists.append(saving_programs(learner.model, state))
     return lists
@@ -211,9 +206,10 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
     sums = grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
     batch, packing = zero_batch(learner, shape)
-    taught = learner.with_head(state) if isinstance(learner, TaughtLearner) else learner
-    of_teacher = extras_of_teacher(taught, batch) if isinstance(learner, TaughtLearner) else {}
-    updated = replace(batch, extras=batch.extras | of_teacher)
+    taught, updated = learner, batch
+    if config.distill.teacher:  # a TaughtLearner of core/extensions/teacher.py
+        taught = learner.with_head(state)
+        updated = replace(batch, extras=batch.extras | taught.shapes_of_extras(batch))
     settings = model, config.objective.loss, learner.distribution
     weights = learner.base, taught.beside
     yield learners.accumulate, (*settings, params, sums, updated, packing, *weights)
@@ -232,31 +228,8 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
 
 def outputs_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:
     """Returns the program of `microbatch_outputs`."""
-    if isinstance(learner, StateLearner):
-        return teachers.hidden_states, (learner.model, policy, batch.tokens, packing)
     inputs = batch.tokens, learner.distribution, batch.support, batch.routes, packing, batch.extras
     return learners.packed_outputs, (learner.model, policy, *inputs)
-
-
-def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
-    """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
-    policy = learner.teaching_policy(state)
-    for shape in learner.teacher.shapes_without_gradients:
-        batch, packing = zero_batch(learner.teacher, shape)
-        batch = replace(batch, support=None, routes=None, extras={})
-        yield outputs_program(learner.teacher, policy, batch, packing)
-    if kept := state.extra.get(TEACHER):
-        yield teachers.move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
-
-
-def extras_of_teacher(learner: TaughtLearner, batch: Batch) -> Extras:
-    """Returns the shapes of a teacher's results for a batch, see `TaughtLearner.ask`."""
-    num_rows, width = batch.tokens.shape
-    model, layout = learner.teacher.model, learner.layout
-    extras = {TEACHER_COEFFICIENTS: row_shape(layout, num_rows, dtype=np.float32)}
-    if learner.config.distill.distill == SAMPLED:
-        return extras | {TEACHER_LOGPROBS: row_shape(layout, num_rows, width, dtype=np.float32)}
-    return extras | {TEACHER: row_shape(layout, num_rows, width, model.hidden_size, dtype=model.dtype)}
 
 
 def saving_programs(model: Decoder, state: TrainState) -> Programs:

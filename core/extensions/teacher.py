@@ -212,6 +212,14 @@ class TaughtLearner(Learner):
         coefficients = options.distill_coef * np.float32(is_taught)
         return {TEACHER_COEFFICIENTS: coefficients, TEACHER_LOGPROBS if options.distill == SAMPLED else TEACHER: said}
 
+    def shapes_of_extras(self, batch: Batch) -> Extras:
+        """Returns the shapes of the results of `ask` for a batch."""
+        rows, model = partial(jax.ShapeDtypeStruct, sharding=self.layout.rows), self.teacher.model
+        extras = {TEACHER_COEFFICIENTS: rows((len(batch),), np.float32)}
+        if self.config.distill.distill == SAMPLED:
+            return extras | {TEACHER_LOGPROBS: rows(batch.tokens.shape, np.float32)}
+        return extras | {TEACHER: rows((*batch.tokens.shape, model.hidden_size), model.dtype)}
+
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimizer step: see `Learner.update`. Advantages are whitened already, the addition is not."""
         if self.config.distill.distill == SAMPLED:

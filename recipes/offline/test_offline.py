@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from core.grpo import main
-from core.run.rollouts import read_episodes, rollout_arrays
+from core.run.rollouts import rollout_arrays
+from core.run.stored import read_episodes
 from recipes.offline.train import OfflineConfig, OfflineRun, StoredRollouts
 from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments, checksum, records

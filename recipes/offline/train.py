@@ -24,8 +24,9 @@ import numpy as np
 from core.config import Config
 from core.grpo import Rollouts, groups_with_signal, main
 from core.records import Episodes, Progress
-from core.run.folder import Run, settings_of_model
-from core.run.rollouts import read_episodes
+from core.run.folder import settings_of_model
+from core.run.run import Run
+from core.run.stored import read_episodes
 from models.state import TrainState
 from utils.devices.startup import ending_together
 from utils.metrics.jsonl import read_json
@@ -69,28 +70,29 @@ class OfflineConfig(Config):
 class OfflineRun(Run):
     """A run on stored rollouts."""
 
-    command = "recipes/offline/train.py"
+    def __init__(self, *arguments: object):
+        super().__init__(*arguments, command="recipes/offline/train.py")
 
     def start(self, *arguments: object) -> Self:
         """Begins the run: see `Run.start`. Raises: UserError for rollouts of other settings, problems or code."""
-        name, options = self.settings["rollouts_from"], options_of(OfflineConfig)
+        name, options = self.folder.settings["rollouts_from"], options_of(OfflineConfig)
         stored = Path(os.path.expanduser(name))
-        if stored.resolve() == self.directory.resolve():
+        if stored.resolve() == self.folder.path.resolve():
             raise UserError(f"--rollouts_from {name} is the --save_dir of this run: name another one of the two")
         run = super().start(*arguments)
         free = {x.name for x in options.values() if x.group.split(".")[0] in LEARNING} - {"group_size"} | {*FREE}
         settings, origin = read_settings(stored / "config.json")
         if not settings:
             raise UserError(f"--rollouts_from {name} has no config.json: name a whole run folder")
-        changes = changed_settings(settings, self.settings, options, free)
+        changes = changed_settings(settings, self.folder.settings, options, free)
         for segment in origin.get("segments", ()):  # which --resume force changed on the way
             changes |= {x: values for x, values in segment["changed"].items() if x not in free} | segment["data"]
         data = read_json(stored / "data.json")
-        changes |= {x: [data[x], value] for x, value in self.fingerprints.items() if data.get(x, value) != value}
+        changes |= {x: [data[x], value] for x, value in self.folder.fingerprints.items() if data.get(x, value) != value}
         for what, (old, new) in changes.items():
             was, now = f"--rollouts_from {name} was sampled with another {what}", f"{old!r}, and {new!r} now"
             raise UserError(f"{was} ({now}): give the same")
-        self.print(f"rollouts are read from {name}")
+        self.folder.print(f"rollouts are read from {name}")
         return run
 
 

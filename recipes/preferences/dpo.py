@@ -17,9 +17,7 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 from jaxtyping import Float
@@ -28,14 +26,14 @@ from core.advantages import ObjectiveConfig
 from core.learner import Learner
 from core.records import Batch, Completions, differs
 from core.run.card import DPO
-from core.run.folder import EnvironmentWorker, settings_of_adapters
+from core.run.folder import settings_of_adapters
 from core.run.metrics import loss_metrics, row_losses
-from core.run.rollouts import read_episodes
-from core.sft import SFTConfig, SftOptimizerConfig, SftRun, main
+from core.run.run import Run
+from core.run.stored import read_episodes
+from core.sft import Demonstrations, SFTConfig, SftOptimizerConfig, main
 from envs.data.messages import Messages
 from envs.data.rows import Row
 from envs.own.written import WrittenSettings, read_written
-from models.architecture import Decoder
 from models.checkpoint import find_model, resolve_model_dir
 from models.conversations import Conversation
 from models.state import TrainState
@@ -105,8 +103,11 @@ class DPOConfig(SFTConfig):
             raise UserError(f"--beta {self.beta} must be above 0: raise it")
 
 
-class DPORun(SftRun):
-    """A run on pairs."""
+class Preferences(Demonstrations):
+    """What recipes/preferences/dpo.py learns from: pairs.
+
+    Raises: UserError for stored token ids that stand for other tokens here.
+    """
 
     command, example = DPO, "pair"
 
@@ -115,24 +116,23 @@ class DPORun(SftRun):
         """Returns the pairs to train on, and the held-out ones: see `read_written`."""
         return read_written(config, stored_pairs(config.pairs_from) if config.pairs_from else None)
 
-    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[EnvironmentWorker]) -> Self:
-        """Begins the run: see `Run.start`. Raises: UserError for stored token ids that stand for other tokens here."""
-        stored = self.settings["pairs_from"]
+    def __init__(self, config: DPOConfig, tokenizer: Tokenizer):
+        super().__init__(config, tokenizer)
+        stored = config.data.pairs_from
         if stored and load_tokenizer(find_model(resolve_model_dir(stored))).ids != tokenizer.ids:
             raise UserError(f"--pairs_from {stored} has another vocabulary than --model_dir: name a run of this model")
-        return super().start(model, tokenizer, workers)
 
-    def weigh(self, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def weigh(self, run: Run, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Returns the batch with the slopes of the losses as advantages, and the metrics of its pairs."""
-        with self.phase("logprobs"):
-            batch, losses, metrics = compare(learner, state, batch, self.settings["loss"], self.settings["beta"])
+        with run.phase("logprobs"):
+            batch, losses, metrics = compare(learner, state, batch, self.config.loss, self.config.beta)
         return batch, metrics | {"data/loss": float(losses.mean())}
 
     def measure(
         self, learner: Learner, state: TrainState, batch: Batch
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Returns metrics of held-out pairs, and the arrays of their losses, of which each counts as one token."""
-        _, losses, metrics = compare(learner, state, batch, self.settings["loss"], self.settings["beta"])
+        _, losses, metrics = compare(learner, state, batch, self.config.loss, self.config.beta)
         columns = -losses[:, None], np.ones((len(losses), 1), bool)
         return {f"test_data/{name}": x for name, x in metrics.items()} | loss_metrics(*columns), row_losses(*columns)
 
@@ -198,4 +198,4 @@ def stored_reply(tokenizer: Tokenizer, completions: Completions, row: int) -> Me
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(DPOConfig, sys.argv[1:], __doc__, implied=settings_of_adapters), DPORun)
+        main(parse(DPOConfig, sys.argv[1:], __doc__, implied=settings_of_adapters), Preferences)

@@ -60,7 +60,7 @@ def run(folder: Path, **flags) -> int:
     """Runs recipes/preferences/dpo.py in this process; returns its exit status."""
     try:
         with user_errors():
-            sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.DPORun)
+            sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.Preferences)
     except SystemExit as end:
         return end.code
     return 0
@@ -351,7 +351,7 @@ def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
     assert last["test_data/rewards/accuracies"] in (0.0, 1.0), "one pair is held out"
     card = next((tmp_path / "run").glob("step*/README.md")).read_text()
     assert "by preferences, step" in card
-    assert "Loss of held-out pairs, with its 95% interval" in card
+    assert "| loss of held-out pairs | " in card
     assert "python recipes/preferences/dpo.py" in card
 
 

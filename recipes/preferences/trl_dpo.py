@@ -28,7 +28,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from core.sft import main as train
-from recipes.preferences.dpo import LOSSES, DPOConfig, DPORun
+from recipes.preferences.dpo import LOSSES, DPOConfig, Preferences
 from utils.settings.config import parse
 
 try:
@@ -82,7 +82,7 @@ def ours(model: Path, folder: Path, loss: str) -> Training:
         *("--beta", BETA, "--lr", LR, "--num_epochs", STEPS, "--batch_size", len(PAIRS), "--adam_eps", EPSILON),
         *("--b2", 0.999, "--weight_decay", 0, "--test_fraction", 0, "--dtype", "float32"),
     )
-    train(parse(DPOConfig, list(map(str, options))), DPORun)
+    train(parse(DPOConfig, list(map(str, options))), Preferences)
     records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     logs = [[record[name if "/" in name else f"data/{name}"] for name in METRICS] for record in records]
     return logs, load_file(folder / f"run/step{STEPS}/model.safetensors")

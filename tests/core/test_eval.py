@@ -21,9 +21,8 @@ import scipy.stats
 
 from core import eval as evaluation
 from core.config import Config
-from core.eval import EvalCommand
+from core.eval import EvalCommand, json_or_text
 from core.run.metrics import explained_variance
-from core.run.rollouts import json_or_text
 from core.sft import SFTConfig
 from envs import ENVS, find_class
 from envs.base import Env

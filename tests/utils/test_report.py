@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,8 @@ import pytest
 from scipy.stats import binom, ttest_rel
 
 from core.records import Batch, Completions, Episodes, Progress
-from core.run.folder import Run
 from core.run.metrics import loss_metrics, row_losses
+from core.run.report import describe_end
 from core.run.rollouts import rollout_rows, score_arrays
 from extras.compare import main
 from utils.evaluation.estimates import mean_and_ci
@@ -97,24 +96,15 @@ def colored_row(i: int) -> dict:
 
 
 @pytest.mark.parametrize(("updates", "env_name"), [(1, "poem"), (0, "")])
-def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, capsys):
+def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path):
     """And with commands; one that played no environment, as core/sft.py without --env_name, has none to score it."""
     folder = write_run(tmp_path / "run")
     with Logger(folder, resume_step=30) as logger:
         logger.log(31, {"num_updates": updates})
-        layout = SimpleNamespace(is_main=True, gather_values=lambda value: [value])
         options = {"env_options": "path=my rows.jsonl", "test_env_options": "sandbox=off"}
         settings = {"env_name": env_name, "reward": "r.py:f"} | options
-        (folder / "step31").mkdir()
-        run = SimpleNamespace(
-            layout=layout,
-            directory=folder,
-            model_dir="base",
-            settings=settings,
-        )
-        run.print, run.card = partial(print, sep="\n"), SimpleNamespace(segments=[])
-        Run.print_summary(run, Progress(step=31), None)
-    verdict, *lines = capsys.readouterr().out.splitlines()
+    run = SimpleNamespace(path=folder, model_dir="base", settings=settings)
+    verdict, *lines = describe_end(run, Progress(step=31), [])
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
     assert verdict.startswith("Learned: the held-out return went from" if updates else "Nothing")
     assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)

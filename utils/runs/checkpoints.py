@@ -7,6 +7,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import jax
@@ -22,6 +23,7 @@ from utils.settings.errors import UserError, describe_error
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+UnraisableHook = Callable[["sys.UnraisableHookArgs"], None]
 SavedProgress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
 
@@ -149,39 +151,26 @@ class CheckpointManager:
         return zlib.crc32(text.encode())
 
 
-class LateCallbacks:
-    """A sys.unraisablehook that drops the error of callbacks which come to an event loop after its end.
+@cache
+def silence_orbax() -> None:
+    """Drops the tracebacks that Orbax, its tasks and its threads print in addition to the error that it raises."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = without_late_callbacks(sys.unraisablehook)
 
-    When one of many writes fails, Orbax raises its error and closes its event loop. Threads of tensorstore still report
-    each of the other writes to that loop. All other errors go to the hook that was there before.
+
+def without_late_callbacks(hook: UnraisableHook) -> UnraisableHook:
+    """Returns a hook without the errors of callbacks that come to an event loop after its end.
+
+    When one of many writes fails, Orbax closes its event loop, to which threads of tensorstore report the others.
     """
 
-    def __init__(self, previous: Callable[["sys.UnraisableHookArgs"], None]):
-        self.previous = previous
+    def of_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        names = [frame.name for frame in traceback.extract_tb(unraisable.exc_traceback)[-2:]]
+        if names != ["call_soon_threadsafe", "_check_closed"]:
+            hook(unraisable)
 
-    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        frames = traceback.extract_tb(unraisable.exc_traceback)
-        names = [frame.name for frame in frames[-2:]]
-        is_late = isinstance(unraisable.exc_value, RuntimeError) and names == ["call_soon_threadsafe", "_check_closed"]
-        if not is_late:
-            self.previous(unraisable)
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """True unless asyncio logs a further failed Orbax task: Orbax raises the error of the first."""
-    text = record.getMessage()
-    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
-    places = [text, *(frame.filename for frame in frames)]
-    is_orbax = any("orbax/checkpoint" in place for place in places)
-    return not (is_orbax and "exception was never retrieved" in text)
-
-
-def silence_orbax() -> None:
-    """Drops the tracebacks that Orbax prints beside the errors that it raises."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the traceback of each error that it raises
-    logging.getLogger("asyncio").addFilter(is_news)
-    if not isinstance(sys.unraisablehook, LateCallbacks):
-        sys.unraisablehook = LateCallbacks(sys.unraisablehook)
+    return of_others
 
 
 @contextlib.contextmanager

@@ -19,14 +19,6 @@ def add_segment(
     return segments
 
 
-def is_segment(value: JSON) -> bool:
-    """True for a segment as `add_segment` makes it."""
-    if not isinstance(value, dict) or type(value.get("step")) is not int:
-        return False
-    changes = [value.get("changed"), value.get("data")]
-    return all(isinstance(x, dict) and all(isinstance(y, list) and len(y) == 2 for y in x.values()) for x in changes)
-
-
 def describe_segment(segment: RunSegment) -> str:
     """Returns a segment in words."""
     changes = [f"--{name} {new!r} (before: {old!r})" for name, (old, new) in segment["changed"].items()]

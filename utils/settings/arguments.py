@@ -79,7 +79,7 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
 
 
 def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Splits a command line into names and values.
+    """Splits a command line into names and values: `--name value`, `--name=value`, `--name` and `--noname` of a bool.
 
     absl could, but accepts neither `--do_group_filter 0` of kvfrans/lmpo for a boolean nor dashes for underscores.
     """
@@ -88,25 +88,15 @@ def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapp
         word = words.popleft()
         if not word.startswith("-"):
             raise UserError(f"{word!r} belongs to no option: write options as --name value")
-        name, value = split_argument(word, types, aliases)
-        if value is None:
-            value = next_value(name, types[name], words)
-        arguments.append((name, value))
+        name, equals, value = word.lstrip("-").partition("=")
+        name = aliases.get(name.replace("-", "_"), name.replace("-", "_"))
+        positive = name.removeprefix("no")
+        if name not in types and types.get(positive) is bool:
+            name, equals, value = positive, "=", "false"
+        if name not in types:
+            raise UserError(f"there is no option --{name}{nearest(name, types)}")
+        arguments.append((name, value if equals else next_value(name, types[name], words)))
     return arguments
-
-
-def split_argument(word: str, types: Mapping[str, type], aliases: Mapping[str, str]) -> tuple[str, str | None]:
-    """Returns the option of `--name=value`, `--name` or `--noname`, and its value: None if the next word decides it."""
-    parts = word.lstrip("-").split("=", 1)
-    name = parts[0].replace("-", "_")
-    name = aliases.get(name, name)
-    value = parts[1] if len(parts) == 2 else None
-    if name in types:
-        return name, value
-    positive = name.removeprefix("no")
-    if positive != name and types.get(positive) is bool:
-        return positive, "false"
-    raise UserError(f"there is no option --{name}{nearest(name, types)}")
 
 
 def next_value(name: str, value_type: type, words: deque[str]) -> str:

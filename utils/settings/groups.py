@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from utils.runs.stopping import parse_rules
 from utils.settings.errors import UserError, check_installed
 from utils.settings.options import option
 
@@ -157,6 +156,9 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        parse_rules(self.stop_at)
+        if self.stop_at:
+            from utils.runs.stopping import parse_rules
+
+            parse_rules(self.stop_at)
         if min(self.save_interval, self.keep) < 0:
             raise UserError("--save_interval and --keep must not be negative: raise the one that is")
