@@ -69,6 +69,7 @@ LAW = {
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
+    "extras.chat_web": ("recipes.agents", "extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
     "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }
