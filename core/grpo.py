@@ -196,11 +196,11 @@ def collect(
     chosen = bins.choose(progress) if bins else None
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
-    missing, budget = config.update.groups_per_batch, config.update.max_groups
+    missing, max_groups = config.update.groups_per_batch, config.update.max_groups
     share = 1.0  # fraction of the sampled groups that has signal
     parts, batch_rollouts, num_sampled_groups = [], [], 0
-    while missing and budget:
-        num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
+    while missing and num_sampled_groups < max_groups:
+        num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), max_groups - num_sampled_groups)
         positions = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
         if chosen:  # --task_sampling bins
@@ -218,7 +218,6 @@ def collect(
         firsts = (num_sampled_groups + groups) * group_size
         batch_rollouts.append((firsts[:, None] + np.arange(group_size)).ravel())
         missing -= len(groups)
-        budget -= num_groups
         num_sampled_groups += num_groups
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
         # Tasks of groups that are not needed come again in the next step: a batch must not depend on the size of calls.

@@ -132,6 +132,12 @@ class RunFolder:
         """True if another run has taken the folder, since this one was silent for long."""
         return self.lock is not None and self.lock.is_lost
 
+    def check_lock(self) -> None:
+        """Raises OSError if another run has taken the folder."""
+        if self.is_lost:
+            reason = "since this one was silent for long: end one of the two"
+            raise OSError(f"another process has taken {self.path}, {reason}")
+
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
         if self.layout.is_main and lines:

@@ -241,10 +241,7 @@ class Run:
             self.states.save_step(state, progress)
         self.log.end_step()
         self.states.end_step(state, progress)
-        if self.folder.is_lost:
-            raise OSError(
-                f"another process has taken {self.folder.path}, since this one was silent for long: end one of the two"
-            )
+        self.folder.check_lock()
         if is_saved and not is_last:
             self.write_report()
         if is_saved:
