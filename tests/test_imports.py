@@ -388,12 +388,12 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 31528,
-    "lines that core/grpo.py reaches": 26695,
-    "files that core/grpo.py reaches": 125,
-    "lines of tests": 32820,
-    "lines of bench": 8585,
-    "lines of Python": 78730,
+    "lines of the main floor": 30044,
+    "lines that core/grpo.py reaches": 21546,
+    "files that core/grpo.py reaches": 108,
+    "lines of tests": 32525,
+    "lines of bench": 8574,
+    "lines of Python": 78242,
     "options": 155,
     "lines of the longest class": 584,
 }
