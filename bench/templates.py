@@ -22,8 +22,9 @@ if __name__ == "__main__":
 
 from transformers import AutoTokenizer
 
-from models.conversations import differs_by_thinking, encode_conversation, thinks
+from models.conversations import encode_conversation, thinks
 from models.messages import REPLY, Message, Schema, is_begun
+from models.oracle import differs_by_thinking
 from models.tokenizer import Tokenizer
 from utils.settings.errors import UserError
 

@@ -40,11 +40,10 @@ from envs.own.written import DataConfig, read_written
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, RolloutSettings, also_evaluated, check_files, resolve_settings
 from models.checkpoint import load_policy
-from models.conversations import Conversation, describe_prompts, encode_rows
+from models.conversations import Conversation, check_rows, describe_prompts, encode_rows
 from models.lora import LoraConfig
 from models.memory import BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig, describe_optimizer
-from models.oracle import check_rows
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.startup import DeviceConfig, ending_together, make_layout

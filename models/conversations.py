@@ -1,7 +1,7 @@
 """Conversations with written replies as token ids: the ids that the policy would have read and sampled."""
 
 import os
-import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,12 +11,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from models.messages import REPLY, Message, Schema, Tool, content_of
+from models.oracle import THINK, THINK_END, compare, differs_by_thinking, reference
 from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns, unused_mark
 from utils.settings.errors import UserError
 
-THINK, THINK_END = "<think>", "</think>"
-BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # block of thinking, or its beginning
-THOUGHTS = re.compile(f"(?:{BLOCK})\n*", re.DOTALL), re.compile(f"\n*(?:{BLOCK})", re.DOTALL)
+NUM_ROWS = 2  # rows of each kind that are compared
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,6 @@ def thinks(message: Message) -> bool:
     return THINK_END in content_of(message) or bool(message.get("reasoning_content"))
 
 
-def differs_by_thinking(text: str, other: str, is_begun: bool = False) -> bool:
-    """True if two texts are equal without blocks of thinking, and line breaks of these; one may have only begun."""
-    bare = [[thought.sub("", x) for x in (text, other)] for thought in THOUGHTS]
-    return any(a == b or (is_begun and b.startswith(a)) for a, b in bare)
-
-
 def without_opening(tokenizer: Tokenizer, reply: str, thinking: bool) -> str:
     """Returns a reply without the <think> that the chat template has written already, if it has."""
     opening = generation_prompt(tokenizer, thinking)
@@ -255,3 +248,39 @@ def encode_rows(
     num_cut, num_dropped = (is_long & is_kept).sum(), (~is_kept).sum()
     note += f"; {num_cut:,} cut and {num_dropped:,} dropped at {max_length} tokens" if is_long.any() else ""
     return kept, f"{name}: {note}"
+
+
+def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]], train_on: str) -> list[str]:
+    """Compares the first rows of SFT of each kind, by what chat templates treat differently.
+
+    See `check_prompt` of models/oracle.py. Stored rollouts are token ids already, and are not compared.
+    """
+    rows = [row for row in rows if not getattr(row, "encoded", None)]
+    kinds = defaultdict(list)
+    for i, row in enumerate(rows):
+        *earlier, last = [message for message in row if message["role"] == REPLY]
+        has_tools = bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row)
+        kinds[bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)].append(i)
+    numbers = [i for found in kinds.values() for i in found[:NUM_ROWS]]
+    notes = []
+    for i in sorted(numbers) if tokenizer.has_template else ():
+        row = encode_conversation(tokenizer, rows[i], train_on, getattr(rows[i], "tools", ()))
+        notes += check_row(tokenizer, row, rows[i], f"{name}: row {i + 1}")
+    return list(dict.fromkeys(notes))
+
+
+def check_row(tokenizer: Tokenizer, row: Conversation, messages: Sequence[Message], what: str) -> list[str]:
+    """Compares a row of SFT: see `check_prompt` of models/oracle.py."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == REPLY)
+    thinking, ids = thinks(messages[last]), row.tokens.tolist()
+    whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, getattr(messages, "tools", ()))
+    expected = reference(tokenizer, whole, thinking, schemas, is_open=False)
+    if ids[:-1] == expected:
+        return [f"the chat template ends a last reply by no token: {tokenizer.hf.decode(ids[-1:])} ends those of rows"]
+    return compare(tokenizer, what, ids, up_to(tokenizer, expected, ids[-1]))
+
+
+def up_to(tokenizer: Tokenizer, ids: list[int], last: int) -> list[int]:
+    """Returns ids up to the last `last`, if no text follows it, only the end of a conversation."""
+    length = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == last), len(ids))
+    return ids if tokenizer.decode(ids[length:]).strip() else ids[:length]

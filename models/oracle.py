@@ -5,10 +5,9 @@ A run joins the ids of prompts, sampled replies and the messages between them. T
 does not show. And the template may leave thinking out of earlier replies.
 """
 
-from collections import defaultdict
+import re
 from collections.abc import Sequence
 
-from models.conversations import THINK, THINK_END, Conversation, differs_by_thinking, encode_conversation, thinks
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
 from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
@@ -16,7 +15,9 @@ from utils.settings.errors import UserError
 ANNOUNCED = "the chat template shows no tools: a system message announces them"
 DROPPED = "the chat template leaves thinking out of replies that messages follow: here it stays as it was drawn"
 AROUND = 20  # tokens on each side of a difference that are shown
-NUM_ROWS = 2  # rows of each kind that are compared
+THINK, THINK_END = "<think>", "</think>"
+BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # block of thinking, or its beginning
+THOUGHTS = re.compile(f"(?:{BLOCK})\n*", re.DOTALL), re.compile(f"\n*(?:{BLOCK})", re.DOTALL)
 
 
 def check_prompt(
@@ -59,42 +60,6 @@ def check_prompt(
         if is_same_text and expected[len(expected) - len(behind) :] == behind:  # GPT-2 splits "\n\n" before a reply
             return notes
     return notes + compare(tokenizer, what, ids, expected)
-
-
-def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]], train_on: str) -> list[str]:
-    """Compares the first rows of SFT of each kind, by what chat templates treat differently: see `check_prompt`.
-
-    Stored rollouts are token ids already, and are not compared.
-    """
-    rows = [row for row in rows if not getattr(row, "encoded", None)]
-    kinds = defaultdict(list)
-    for i, row in enumerate(rows):
-        *earlier, last = [message for message in row if message["role"] == REPLY]
-        has_tools = bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row)
-        kinds[bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)].append(i)
-    numbers = [i for found in kinds.values() for i in found[:NUM_ROWS]]
-    notes = []
-    for i in sorted(numbers) if tokenizer.has_template else ():
-        row = encode_conversation(tokenizer, rows[i], train_on, getattr(rows[i], "tools", ()))
-        notes += check_row(tokenizer, row, rows[i], f"{name}: row {i + 1}")
-    return list(dict.fromkeys(notes))
-
-
-def check_row(tokenizer: Tokenizer, row: Conversation, messages: Sequence[Message], what: str) -> list[str]:
-    """Compares a row of SFT: see `check_prompt`."""
-    last = max(i for i, message in enumerate(messages) if message["role"] == REPLY)
-    thinking, ids = thinks(messages[last]), row.tokens.tolist()
-    whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, getattr(messages, "tools", ()))
-    expected = reference(tokenizer, whole, thinking, schemas, is_open=False)
-    if ids[:-1] == expected:
-        return [f"the chat template ends a last reply by no token: {tokenizer.hf.decode(ids[-1:])} ends those of rows"]
-    return compare(tokenizer, what, ids, up_to(tokenizer, expected, ids[-1]))
-
-
-def up_to(tokenizer: Tokenizer, ids: list[int], last: int) -> list[int]:
-    """Returns ids up to the last `last`, if no text follows it, only the end of a conversation."""
-    length = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == last), len(ids))
-    return ids if tokenizer.decode(ids[length:]).strip() else ids[:length]
 
 
 def check_result(tokenizer: Tokenizer, result: str, opening: str, closing: str) -> None:
@@ -140,3 +105,9 @@ def compare(tokenizer: Tokenizer, what: str, ids: Sequence[int], expected: Seque
         + "\n".join(shown)
         + "\nuse the chat template that the model was published with, or leave it out by --env_options plain=true"
     )
+
+
+def differs_by_thinking(text: str, other: str, is_begun: bool = False) -> bool:
+    """True if two texts are equal without blocks of thinking, and line breaks of these; one may have only begun."""
+    bare = [[thought.sub("", x) for x in (text, other)] for thought in THOUGHTS]
+    return any(a == b or (is_begun and b.startswith(a)) for a, b in bare)

@@ -395,16 +395,16 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 31528,
-    "lines that core/grpo.py reaches": 26695,
-    "files that core/grpo.py reaches": 125,
-    "lines of tests": 32820,
-    "lines of bench": 8585,
-    "lines of Python": 78730,
+    "lines of the main floor": 30052,
+    "lines that core/grpo.py reaches": 21260,
+    "files that core/grpo.py reaches": 107,
+    "lines of tests": 32525,
+    "lines of bench": 8575,
+    "lines of Python": 78251,
     "options": 155,
-    "lines of the longest class": 584,
+    "lines of the longest class": 582,
 }
-LOADED = {"files": 143, "lines": 27190}  # of the house, by a run of a step with evaluation and saving
+LOADED = {"files": 123, "lines": 21702}  # of the house, by a run of a step with evaluation and saving
 
 
 def num_lines(path: Path) -> int:

@@ -4,9 +4,12 @@ import json
 import re
 import zlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from envs.data.rows import Row
 from utils.settings.errors import UserError
+
+if TYPE_CHECKING:
+    from envs.data.rows import Row
 
 LATEX_SPELLINGS = {
     "\\left": " ", "\\right": " ", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
@@ -31,8 +34,8 @@ def choose_split(identity: str, one_in: int) -> str:
 
 
 def split_rows(
-    rows: list[Row], one_in: float, tests: list[Row] | None, by_row: bool = False
-) -> dict[str, list[Row]]:
+    rows: "list[Row]", one_in: float, tests: "list[Row] | None", by_row: bool = False
+) -> "dict[str, list[Row]]":
     """Returns the rows of each split in their order: those with the smallest digests of their prompts are held out.
 
     One prompt in `one_in` is for test, unless there are `tests`, and half as many are for valid. Both are rounded, and
@@ -56,8 +59,8 @@ def split_rows(
 
 
 def select_split(
-    rows: list[Row], split: str, one_in: int, tests: list[Row] | None = None, may_overlap: bool = False
-) -> tuple[list[Row], str]:
+    rows: "list[Row]", split: str, one_in: int, tests: "list[Row] | None" = None, may_overlap: bool = False
+) -> "tuple[list[Row], str]":
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
     `tests`: the rows of a test file; None: some of `rows` are for test. `may_overlap`: no row is removed.
@@ -77,7 +80,7 @@ def select_split(
     return selected, note
 
 
-def remove_overlap(rows: list[Row], others: Iterable[Row]) -> tuple[list[Row], int]:
+def remove_overlap(rows: "list[Row]", others: "Iterable[Row]") -> "tuple[list[Row], int]":
     """Returns the rows whose problem is not among `others`, whatever its spelling, and how many were removed."""
     taken = {normal_form(row.prompt) for row in others}
     unseen = [row for row in rows if normal_form(row.prompt) not in taken]

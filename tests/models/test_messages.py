@@ -23,7 +23,7 @@ from envs import make_env
 from envs.base import ForcedAnswer, Problem
 from envs.settings import RolloutSettings
 from models import conversations, oracle, tokenizer
-from models.conversations import encode_conversation
+from models.conversations import check_rows, encode_conversation
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import ROOT, train_here
 from utils.settings.config import parse
@@ -326,11 +326,11 @@ def test_allowed_differences_are_named():
     assert f"here: {oracle.ANNOUNCED}" in samples(tok, make_env("calculator"))
     assert samples(tok, make_env("countdown")) == ()
     rows = [[*TURNS[:2]], TURNS]
-    assert oracle.check_rows(tok, "rows", rows, "all") == [oracle.DROPPED]
+    assert check_rows(tok, "rows", rows, "all") == [oracle.DROPPED]
     other = make("bytes", TEMPLATES["nothing behind the last reply"])
-    (note,) = oracle.check_rows(other, "rows", rows, "all")
+    (note,) = check_rows(other, "rows", rows, "all")
     assert "<|turn|> ends those of rows" in note
-    assert oracle.check_rows(make("pieces", TEMPLATES["trimmed"]), "rows", rows, "all") == []
+    assert check_rows(make("pieces", TEMPLATES["trimmed"]), "rows", rows, "all") == []
 
 
 def test_thinking_is_looked_for_in_all_rows():
@@ -340,8 +340,8 @@ def test_thinking_is_looked_for_in_all_rows():
     rows = [[says("user", "1?"), says("assistant", "one"), says("user", "2?"), says("assistant", "two")]] * 20
     thought = [rows[0][0], says("assistant", "<think>hm</think>one"), *rows[0][2:]]
     tok = make("pieces", template)
-    assert oracle.check_rows(tok, "rows", rows, "all") == []
-    assert oracle.check_rows(tok, "rows", [*rows, thought], "all") == [oracle.DROPPED]
+    assert check_rows(tok, "rows", rows, "all") == []
+    assert check_rows(tok, "rows", [*rows, thought], "all") == [oracle.DROPPED]
 
 
 def test_a_base_model_without_its_first_token_is_noticed():
