@@ -150,73 +150,9 @@ class Decoder:
         """Returns the parameters of a layer of this kind."""
         width = Spec((self.hidden_size,), (None,))
         norms = {f"{name}.weight": width for name in NORMS[self.norms] if name}
-        mixer = self.delta_table() if kind == LINEAR else self.attention_table()
-        mlp = self.expert_table() if self.num_experts else self.mlp_table()
+        mixer = delta_table(self) if kind == LINEAR else attention_table(self)
+        mlp = expert_table(self) if self.num_experts else mlp_table(self)
         return norms | mixer | mlp
-
-    def attention_table(self) -> LayerTable:
-        """Returns the parameters of attention."""
-        D = self.hidden_size
-        C = self.head_dim
-        q = self.num_attention_heads * C
-        kv = self.num_key_value_heads * C
-        q_and_gate = 2 * q if self.output_gate else q
-        table = {
-            "self_attn.q_proj.weight": Spec((q_and_gate, D), ("heads", "embed")),
-            "self_attn.k_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
-            "self_attn.v_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
-            "self_attn.o_proj.weight": Spec((D, q), ("embed", "heads")),
-        }
-        if self.qkv_bias:
-            table["self_attn.q_proj.bias"] = Spec((q,), ("heads",))
-            table["self_attn.k_proj.bias"] = Spec((kv,), ("kv_heads",))
-            table["self_attn.v_proj.bias"] = Spec((kv,), ("kv_heads",))
-        if self.qk_norm:
-            is_head = self.qk_norm == "head"
-            table["self_attn.q_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((q,), ("heads",))
-            table["self_attn.k_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((kv,), ("kv_heads",))
-        return table
-
-    def delta_table(self) -> LayerTable:
-        """Returns the parameters of a Gated DeltaNet."""
-        D = self.hidden_size
-        H = self.delta.num_value_heads
-        conv = self.delta.conv_width
-        values = self.delta.value_width
-        return {
-            "linear_attn.in_proj_qkv.weight": Spec((conv, D), ("heads", "embed")),
-            "linear_attn.in_proj_z.weight": Spec((values, D), ("heads", "embed")),
-            "linear_attn.in_proj_b.weight": Spec((H, D), ("heads", "embed")),
-            "linear_attn.in_proj_a.weight": Spec((H, D), ("heads", "embed")),
-            "linear_attn.conv1d.weight": Spec((conv, 1, self.delta.kernel), ("heads", None, None)),
-            "linear_attn.A_log": Spec((H,), ("heads",)),
-            "linear_attn.dt_bias": Spec((H,), ("heads",)),
-            "linear_attn.norm.weight": Spec((self.delta.value_channels,), (None,)),
-            "linear_attn.out_proj.weight": Spec((D, values), ("embed", "heads")),
-        }
-
-    def mlp_table(self) -> LayerTable:
-        """Returns the parameters of an MLP."""
-        D = self.hidden_size
-        F = self.intermediate_size
-        return {
-            "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
-            "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
-            "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
-        }
-
-    def expert_table(self) -> LayerTable:
-        """Returns the parameters of a router and its experts; in the file each expert has tensors of its own."""
-        D = self.hidden_size
-        F = self.moe_intermediate_size
-        E = self.num_experts
-        experts = f"mlp.experts.{EXPERT}"
-        return {
-            "mlp.gate.weight": Spec((E, D), ("experts", "embed")),
-            f"{experts}.gate_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
-            f"{experts}.up_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
-            f"{experts}.down_proj.weight": Spec((E, D, F), ("experts", "embed", "mlp")),
-        }
 
     def weights_table(self) -> dict[str, Spec | list[LayerTable]]:
         """Returns the table of the arrays of `decode_weights`: layers as a list, their matrices transposed."""
@@ -317,3 +253,71 @@ class Decoder:
         columns = (self.delta.kernel - 1) * self.delta.conv_width
         layer_bytes = 4 * self.delta.memory_size + jnp.dtype(self.dtype).itemsize * columns
         return self.num_linear_layers * layer_bytes
+
+
+def attention_table(model: Decoder) -> LayerTable:
+    """Returns the parameters of attention."""
+    D = model.hidden_size
+    C = model.head_dim
+    q = model.num_attention_heads * C
+    kv = model.num_key_value_heads * C
+    q_and_gate = 2 * q if model.output_gate else q
+    table = {
+        "self_attn.q_proj.weight": Spec((q_and_gate, D), ("heads", "embed")),
+        "self_attn.k_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+        "self_attn.v_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+        "self_attn.o_proj.weight": Spec((D, q), ("embed", "heads")),
+    }
+    if model.qkv_bias:
+        table["self_attn.q_proj.bias"] = Spec((q,), ("heads",))
+        table["self_attn.k_proj.bias"] = Spec((kv,), ("kv_heads",))
+        table["self_attn.v_proj.bias"] = Spec((kv,), ("kv_heads",))
+    if model.qk_norm:
+        is_head = model.qk_norm == "head"
+        table["self_attn.q_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((q,), ("heads",))
+        table["self_attn.k_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((kv,), ("kv_heads",))
+    return table
+
+
+def delta_table(model: Decoder) -> LayerTable:
+    """Returns the parameters of a Gated DeltaNet."""
+    D = model.hidden_size
+    H = model.delta.num_value_heads
+    conv = model.delta.conv_width
+    values = model.delta.value_width
+    return {
+        "linear_attn.in_proj_qkv.weight": Spec((conv, D), ("heads", "embed")),
+        "linear_attn.in_proj_z.weight": Spec((values, D), ("heads", "embed")),
+        "linear_attn.in_proj_b.weight": Spec((H, D), ("heads", "embed")),
+        "linear_attn.in_proj_a.weight": Spec((H, D), ("heads", "embed")),
+        "linear_attn.conv1d.weight": Spec((conv, 1, model.delta.kernel), ("heads", None, None)),
+        "linear_attn.A_log": Spec((H,), ("heads",)),
+        "linear_attn.dt_bias": Spec((H,), ("heads",)),
+        "linear_attn.norm.weight": Spec((model.delta.value_channels,), (None,)),
+        "linear_attn.out_proj.weight": Spec((D, values), ("embed", "heads")),
+    }
+
+
+def mlp_table(model: Decoder) -> LayerTable:
+    """Returns the parameters of an MLP."""
+    D = model.hidden_size
+    F = model.intermediate_size
+    return {
+        "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
+        "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
+        "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
+    }
+
+
+def expert_table(model: Decoder) -> LayerTable:
+    """Returns the parameters of a router and its experts; in the file each expert has tensors of its own."""
+    D = model.hidden_size
+    F = model.moe_intermediate_size
+    E = model.num_experts
+    experts = f"mlp.experts.{EXPERT}"
+    return {
+        "mlp.gate.weight": Spec((E, D), ("experts", "embed")),
+        f"{experts}.gate_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
+        f"{experts}.up_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
+        f"{experts}.down_proj.weight": Spec((E, D, F), ("experts", "embed", "mlp")),
+    }

@@ -119,7 +119,7 @@ def holds_answer(line: str) -> bool:
     number = re.search(rf"[\d{VULGAR}]", formulas)
     if number is None:
         return bool(re.search(r"[^\s*_`.:-]", line)) and all(word[0] in PLAIN_NAMES for word in words)
-    prose = [word.start() for word in words if word[0] not in CURRENCIES and word_kind(word[0], False) == "w"]
+    prose = [word.start() for word in words if word[0] not in CURRENCIES and word_kind(word[0]) == "harmless"]
     return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
@@ -438,7 +438,7 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     match = UNIT.search(text)
     if match is None:
         counted = COUNTED.fullmatch(text)
-        if counted and word_kind(counted[2], True) == "w" and parse_number(counted[1]):
+        if counted and word_kind(counted[2]) == "harmless" and parse_number(counted[1]):
             return counted[1], (counted[2].lower().rstrip("s"), 1, "")
         number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
         return text, split_unit(number[1])[1] if number and number[1] != text else None

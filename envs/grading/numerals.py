@@ -1,8 +1,7 @@
 r"""Exact numbers in text: "1,000", "-$5.50", "25%", "1 1/2", "1.5 million", "\frac{3}{4}", "18 dollars per day".
 
 A number that something before or after it changes is not that number; units and harmless words do not count. The rule
-is written out in docs/grading.md. Text is split into tokens of one-letter kinds, and only the sequences of kinds
-in PHRASE and SENTENCE are a number. Every function takes any text whatever and never raises.
+is written out in docs/grading.md. Every function takes any text whatever and never raises.
 """
 
 import functools
@@ -55,14 +54,6 @@ class Number(NamedTuple):
         return any(agree(plain.value, value, digits) for value in (percent.value, percent.value / 100))
 
 
-class Token(NamedTuple):
-    """A piece of a text: a kind of one letter (see TOKENS and KINDS), and the number or factor it stands for."""
-
-    kind: str
-    text: str
-    value: Fraction = Fraction(0)
-
-
 # words
 
 
@@ -83,41 +74,33 @@ SCALES = """\
 1e15 quadrillion
 """  # a factor and the words for it on each line
 SCALE_OF = {word: int(float(factor)) for factor, *names in map(str.split, SCALES.splitlines()) for word in names}
-SPELLED = word_set(
-    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
-)
 PARTS = word_set(
     "half halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths"
     " tenth tenths hundredth hundredths thousandth thousandths millionth millionths quarter"
 )
-FUNCTIONS = word_set(
-    "sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan log ln lg exp abs max min floor ceil ceiling gcd lcm mod"
-    " modulo det root square cube reciprocal inverse opposite absolute double triple quadruple twice thrice power base"
-    " factor factors multiple multiples divisor divisors"
-)
-COMPARISONS = word_set("than over under above below beyond exceeds exceed exceeding up without except but between")
-FILLERS = word_set(
-    "of to by the a an be is are was were equal equals exactly about around approximately roughly only just her his its"
-    " their our my your this that these those I"
-)
 KINDS = {
-    # kind: its words
-    "r": word_set("not no never cannot neither nor wrong incorrect false untrue unequal"),
-    "o": SPELLED,
-    "m": word_set("minus negative"),
-    "h": PARTS | word_set("least most or plus factorial choose pi binary hex hexadecimal octal"),
-    "b": FUNCTIONS | COMPARISONS | word_set("times divided multiplied raised point dot per out subtract add"),
-    "%": word_set("percent pct"),
-    "&": word_set("and"),
-    "a": FILLERS,
+    # wherever they stand
+    "negation": "not no never cannot neither nor wrong incorrect false untrue unequal",
+    "never": "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    " seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety minus negative",
+    # before a number, with nothing but fillers between, or anywhere behind it
+    "part": " ".join(PARTS) + " least most or plus factorial choose pi binary hex hexadecimal octal",
+    # before a number, with nothing but fillers between
+    "function": "sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan log ln lg exp abs max min floor ceil ceiling"
+    " gcd lcm mod modulo det root square cube reciprocal inverse opposite absolute double triple quadruple twice thrice"
+    " power base factor factors multiple multiples divisor divisors than over under above below beyond exceeds exceed"
+    " exceeding up without except but between times divided multiplied raised point dot per out subtract add percent",
+    # directly behind a number
+    "behind": "squared cubed doubled tripled halved th st nd rd",
+    "filler": "of to by the a an be is are was were equal equals exactly about around approximately roughly only just"
+    " her his its their our my your this that these those I",
 }
-AFTER = word_set("squared cubed doubled tripled halved th st nd rd divided multiplied raised point dot mod modulo power"
-              " factors")  # fmt: skip
-KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
+KIND_OF = {word: kind for kind, names in KINDS.items() for word in names.split()}
+DIRECTLY_BEHIND = KINDS["behind"].split() + "divided multiplied raised point dot mod modulo power factors".split()
 # Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
-CHANGING = KINDS["r"] | PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
-CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1 and name.isascii()}
+CHANGING = PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
+CHANGING |= word_set(KINDS["negation"])
+CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1}
 UNITS = """cm centimeter centimeters centimetre centimetres 厘米, mm millimeter millimeters millimetre millimetres,
 m meter meters metre metres 米 м, km kilometer kilometers kilometre kilometres 公里 千米 км, in inch inches,
 ft foot feet, yd yard yards, mi mile miles, g gram grams 克, kg kilogram kilograms 公斤 千克 кг, lb lbs pound pounds,
@@ -142,34 +125,29 @@ OTHER_WORDS = re.compile(
 UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
 
 
-def word_kind(word: str, after_number: bool) -> str:
-    """Returns the kind of a word: `w` when it is harmless, as units are."""
+def word_kind(word: str) -> str:
+    """Returns the kind of a word: of KINDS, scale, letter, other (of another script), or harmless, as units are."""
     lower = word if len(word) == 1 else word.lower()
-    parts = lower.split("-")
-    bare = re.sub(r"[-.'’()23]", "", word)
-    if not bare.isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
-        return "o"
+    parts = [part for part in lower.split("-") if part]
+    bare = re.sub(r"[-.'’()⁻¹²³]", "", word)
+    if not bare.isalpha() or not unicodedata.is_normalized("NFKC", bare):  # as "ⁿ" is
+        return "never"
     if OTHER_SCRIPT.search(bare):  # it may change the number
-        return "q" if OTHER_WORDS.fullmatch(bare) else "o"
+        return "other" if OTHER_WORDS.fullmatch(bare) else "never"
     if len(parts) > 1:
-        kinds = {word_kind(word, after_number) for word in parts}
-        return "o" if kinds & set("rosmhe") else "w"
+        kinds = {word_kind(part) for part in parts}
+        return "never" if kinds & {"negation", "never", "scale", "part"} else "harmless"
     if lower in SCALE_OF:
-        return "s"
+        return "scale"
     if lower.endswith(("n't", "n’t")):
-        return "r"
-    if after_number and lower in AFTER:
-        return "e"
-    if lower in KIND_OF:
-        return KIND_OF[lower]
-    if word in UNIT_LETTERS:
-        return "u"
-    if len(word) == 1 and (word.isascii() or "α" <= lower <= "ω"):
-        return "l"
-    return "w"
+        return "negation"
+    is_variable = len(bare) == 1 and lower not in KIND_OF and (bare.isascii() or "α" <= lower <= "ω")
+    if bare in UNIT_LETTERS:
+        return "unit" if bare == word else "harmless"
+    return "letter" if is_variable else KIND_OF.get(lower, "harmless")
 
 
-# tokens
+# one spelling
 
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 VULGAR = "".join(map(chr, [0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189]))  # one half and its like
@@ -180,86 +158,61 @@ GROUPED = rf"[1-9]{D}{{0,2}}(?:,{D}{{3}}|\s{D}{{3}}|['’]{D}{{3}})+|{D}{{1,2}}(
 PLAIN = rf"(?:(?:{GROUPED})(?:\.{D}+)?|{D}+,{D}+|{DECIMAL})(?:[eE][-+]?{D}{{1,3}})?(?![.,]?\d)"
 FRACTION = rf"\\[dtc]?frac\s*(?:\{{\s*(-?{DECIMAL})\s*\}}|({D}))\s*(?:\{{\s*({DECIMAL})\s*\}}|({D})(?!\d))"
 REPEATING = rf"({D}*)\.({D}*)\\overline\s*\{{({D}+)\}}"
-EXPONENT = rf"\{{\s*[-+]?{D}{{1,3}}\s*\}}|[-+]?{D}{{1,3}}"
-TOKENS = {
-    # kind: pattern. The first that matches counts; if none does, the character is its own kind.
-    "M": r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|emph|f?boxed|left|right|displaystyle|rm|bf)(?![a-zA-Z])"
-    r"|\\[()\[\]]|[{}]",  # markup, which is dropped
-    "_": r"(?:\s|~(?!~)|\\quad)+",
-    "d": r"[°º]|\\degree|\^\s*\{?\s*\\circ\s*\}?",
-    "v": rf"{FRACTION}|[{VULGAR}]",
-    "t": rf"10(?:\s*(?:\^|\*\*)\s*(?:{EXPONENT})|⁻?[{SUPERSCRIPTS}]{{1,3}})(?![\d.{SUPERSCRIPTS}])",
-    "n": rf"{REPEATING}|{PLAIN}",
-    "^": rf"⁻?[{SUPERSCRIPTS}]+|\^\s*(?:\{{\s*-?{D}\s*\}}|-?{D}(?!\d))",
-    "c": r"(?:\b(?:US|AU?|CA?|HK|NT|S|R|NZ))?\\?[$£€¥₹₽₩₫₺₱₪¢]|\b(?:USD|EUR|GBP|INR|CNY|JPY|Rs\.?)(?=\s*\d)",
-    "r": r"!=|=/=|[<>≠≤≥≮≯]=?|=<|/=|\\(?:neq?|leq?|geq?|lt|gt|not)(?![a-zA-Z])",
-    "%": r"\\?%",
-    "=": r"[=-]>|:?=+|[≈≅≃→⇒]|\\(?:approx|implies|Rightarrow|to)(?![a-zA-Z])",
-    "x": rf"\\times|\\cdot|\*|[×·]|x(?=\s*10\s*[\^*{SUPERSCRIPTS}])",
-    "i": r"\.\.+|…|\\[lc]?dots",
-    "q": r"[\"'“”‘’„«»`]",
-    "p": r"[,;:.?]|—(?=\s)|\#{2,}(?=\s)",
-    "w": rf"(?:[kcdm]?m|ft|in)[23](?!\w)|[ap]\.m\b\.?|{LETTER}+(?:['’-]{LETTER}+)*(?:\(e?s\))?",
-    "+": r"[-+/()!]",
-    "o": r".",
-}
-NAMES = {f"k{ord(kind)}": kind for kind in TOKENS}
-LEXER = re.compile("|".join(f"(?P<{name}>{TOKENS[kind]})" for name, kind in NAMES.items()), re.DOTALL)
 SPELLINGS = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f"))  # not seen: dropped
 SPELLINGS |= {0xFF01 + k: 0x21 + k for k in range(94)}  # of full width
-SPELLINGS |= str.maketrans("−–‐‑⁄∕。。।،、", "----//...,,")
+SPELLINGS |= str.maketrans("−–‐‑⁄∕。。।،、º", "----//...,,°")
 EMPHASIS = re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])")
-MARKUP = [
-    (re.compile(r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", re.IGNORECASE), ""),
-    (re.compile(r"\\!|\\+\s*$"), ""),  # at the end: what is left of a cut "\ " or "\\"
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"&nbsp;|\\[,;: ]|^\s*[*•](?=\s)"), " "),
-    (EMPHASIS, r"\2"),
-]
+PART = "\ue000"  # begins a fraction that is written as one sign
+CURRENCY = r"(?:(?:\b(?:US|AU?|CA?|HK|NT|S|R|NZ))?[$£€¥₹₽₩₫₺₱₪¢]|\b(?:USD|EUR|GBP|INR|CNY|JPY|Rs\.?)(?=\s*\d))"
+REWRITES = [
+    (re.compile(pattern, re.IGNORECASE if pattern.startswith("</") else 0), text)
+    for pattern, text in [
+        (r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", ""),
+        (r"\\!|\\+\s*$", ""),  # at the end: what is left of a cut "\ " or "\\"
+        (r"\{,\}", ","),
+        (r"&nbsp;|\\[,;: ]|\\quad|(?<!~)~(?!~)|^\s*[*•](?=\s)", " "),
+        (EMPHASIS.pattern, r"\2"),
+        (FRACTION, rf"{PART}\1\2/\3\4"),
+        (r"\*\*", "^"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree", "°"),
+        (r"\^\s*\{\s*([-+]?\d+)\s*\}", r"^\1"),
+        (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|emph|f?boxed|left|right|displaystyle|rm|bf)(?![a-zA-Z])"
+         r"|\\[()\[\]]|(?<!\\)[{}]", ""),
+        (rf"({LETTER})\^-1(?!\d)", r"\1⁻¹"),
+        (rf"({LETTER})\^2(?!\d)|\b([kcdm]?m|ft|in)2(?!\w)", r"\1\2²"),
+        (rf"({LETTER})\^3(?!\d)|\b([kcdm]?m|ft|in)3(?!\w)", r"\1\2³"),
+        (r"\\times(?![a-zA-Z])|\\cdot(?![a-zA-Z])|[×·]|x(?=\s*10\s*[\^⁰¹²³⁴⁵⁶⁷⁸⁹])", "*"),
+        (r"[=-]>|\\(?:approx|implies|Rightarrow|to)(?![a-zA-Z])", "="),
+        (r"!=|=/=|[<>≠≤≥≮≯]=?|=<|/=|\\(?:neq?|leq?|geq?|lt|gt|not)(?![a-zA-Z])", "≠"),
+        (r":?=+|[≈≅≃→⇒]", "="),
+        (r"\\([%$£€])", r"\1"),
+        (r"\.\.+|\\[lc]?dots", "…"),
+        (r"\s+", " "),
+    ]
+]  # fmt: skip
+SUPERSCRIPT = re.compile(rf"(?<![^\W\d_])(?<!⁻)⁻?[{SUPERSCRIPTS}]+")
 
 
-def tokenize(text: str) -> list[Token]:
-    """Splits a text into tokens."""
+def plain(text: str) -> str:
+    """Returns a text in one spelling: without markup, with signs of a calculator, "≠" for all comparisons."""
     text = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), text.translate(SPELLINGS))
-    for pattern, plain in MARKUP:
-        text = pattern.sub(plain, text)
-    tokens: list[Token] = []
-    after_number = False
-    for match in LEXER.finditer(re.sub(r"(?<!\.)\.$", "", text.strip())):
-        token = make_token(NAMES[match.lastgroup], match[0], after_number)
-        after_number = (after_number or token.kind in "nvt") and token.kind != "="
-        is_second_space = token.kind == "_" and tokens and tokens[-1].kind == "_"
-        if token.kind != "M" and not is_second_space:
-            tokens.append(token)
-    return tokens
+    text = re.sub(REPEATING, lambda match: "{0.numerator}/{0.denominator}".format(plain_value(match[0])), text)
+    text = re.sub(
+        f"[{VULGAR}]", lambda sign: PART + "{0.numerator}/{0.denominator}".format(fraction_value(sign[0])), text
+    )
+    for pattern, new in REWRITES:
+        text = pattern.sub(new, text)
+    text = SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]).replace("−", "-"), text)
+    return re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
 
 
-def make_token(kind: str, text: str, after_number: bool) -> Token:
-    """Returns the token of a piece of text that one of the patterns in TOKENS matched."""
-    match kind:
-        case "+":
-            return Token(text, text)
-        case "w":
-            kind = word_kind(text, after_number)
-            return Token(kind, text, Fraction(SCALE_OF.get(text, SCALE_OF.get(text.lower(), 0))))
-        case "v" | "t" | "n":
-            value = {"v": fraction_value, "t": power_value, "n": plain_value}[kind](text)
-            return Token("o", text) if value is None else Token(kind, text, value)
-    return Token(kind, text)
+def as_ratio(value: Fraction) -> str:
+    return f"{value.numerator}/{value.denominator}"
 
 
-def fraction_value(text: str) -> Fraction | None:
-    r"""Returns the value of a vulgar fraction or of \frac{a}{b}; None if b is zero."""
-    if len(text) == 1:
-        return Fraction(unicodedata.numeric(text)).limit_denominator(10)
-    above, below = (Fraction(number) for number in re.fullmatch(FRACTION, text).groups() if number)
-    return above / below if below else None
-
-
-def power_value(text: str) -> Fraction:
-    """Returns the value of a power of ten."""
-    exponent = re.sub(r"[\s^*{}]", "", text.removeprefix("10"))
-    return Fraction(10) ** int(unicodedata.normalize("NFKC", exponent).replace("−", "-"))
+def fraction_value(text: str) -> Fraction:
+    """Returns the value of a vulgar fraction."""
+    return Fraction(unicodedata.numeric(text)).limit_denominator(10)
 
 
 def plain_value(text: str) -> Fraction:
@@ -274,22 +227,25 @@ def plain_value(text: str) -> Fraction:
     return Fraction(digits.replace(",", "."))
 
 
-# the grammar, over kinds
+# a number and what is around it
 
-SIGNED = r"(?:c_?)?(?P<sign>[-+m])?_?(?:c_?)?"
-VALUE = (
-    r"(?:(?:(?P<factor>n)_?x_?)?(?P<power>t)"
-    r"|(?:(?P<whole>n)_?(?:&_)?)?(?P<part>v)"
-    r"|(?:(?P<all>n)_(?:&_)?)?(?P<above>n)_?/_?(?P<below>n)"
-    r"|(?P<number>n))"
+SCALE = rf"(?:[kKMB]|(?i:{'|'.join(sorted((name for name in SCALE_OF if len(name) > 1), key=len, reverse=True))}))"
+SCALE += rf"(?!{LETTER}|-)"
+PHRASE = (
+    rf"(?:{CURRENCY} ?)?(?:(?P<sign>[-+]|(?i:minus|negative)\b) ?)?(?:{CURRENCY} ?)?"
+    rf"(?:(?:(?P<factor>{PLAIN}) ?\* ?)?10 ?\^ ?(?P<power>[-+]?{D}{{1,3}})(?![\d.^])"
+    rf"|(?:(?P<whole>{PLAIN})(?: ?(?:and )?{PART}| (?:and )?)|{PART})?(?P<above>-?{PLAIN}) ?/ ?(?P<below>{PLAIN})"
+    rf"|(?P<number>{PLAIN}))(?P<scales>(?: ?{SCALE})*)(?P<mark> ?(?:%|°|(?:percent|pct)\b))?"
 )
-PHRASE = rf"{SIGNED}{VALUE}(?P<scales>(?:_?s)*)_?(?P<mark>[%d])?"
-BEFORE = r"(?:[abehilpquw&_)!]|(?<![abehluw])\(|(?<=[uw])[/^])*(?<![abehluw&)^])"
-NEXT = r"(?![ai(]|_?[e!^i])(?:-(?=w))?"
-REST = r"(?:[abceipquw&_()!]|/(?=_?[auw])|(?<=[uw])\^)*"
-ALONE = re.compile(rf"_?(?P<phrase>{PHRASE})_?")
-SENTENCE = re.compile(rf"(?P<before>{BEFORE})(?P<phrase>{PHRASE}){NEXT}{REST}")
-CHANGED = re.compile(r"[bh][ahlqu&_(]*$|l(?!p|_?a)|u(?![p^]|_?a)")  # before a number: a word for it, a variable
+WORD = re.compile(rf"[ap]\.m\b\.?|{LETTER}++(?:['’-]{LETTER}++)*+(?:\(e?s\))?+[⁻¹²³]*+")
+MARK = rf"[\s\"'“”‘’„«»`,;:.?!)…]|(?<!\w)\(|(?<= )\(|—(?= )|##+(?= )|/(?= ?{LETTER})"
+BEFORE, AFTER = (re.compile(rf"(?:{WORD.pattern}|{marks})*+") for marks in (MARK, f"{MARK}|{CURRENCY}"))
+SENTENCE = re.compile(rf"(?P<before>[^\d{PART}]*?)(?P<phrase>{PHRASE})(?P<after>\D*)")
+ALONE = re.compile(rf"(?P<phrase>{PHRASE})")
+ATTACHED = re.compile(rf"(?:{LETTER}|[&)^²³])$")
+CHANGE = {"negation", "never", "scale"}
+VALUE_FOLLOWS = re.compile(rf"[,;:.?]| ?(?:{'|'.join(KINDS['filler'].split())})\b", re.IGNORECASE)
+CHANGED_DIRECTLY = re.compile(rf"\(| ?[!^…]| ?(?:{'|'.join(DIRECTLY_BEHIND)})(?!{LETTER})", re.IGNORECASE)
 
 
 def parse_number(text: str, words: bool = False) -> Number | None:
@@ -307,48 +263,60 @@ def find_number(text: str, words: bool) -> tuple[Number, str] | None:
     """Returns the number that a text is, as `parse_number` does, and how it is written, with its unit."""
     if len(text) > MAX_NUMBER or text.count("{") != text.count("}"):
         return None
-    tokens = tokenize(text)
-    kinds = "".join(token.kind for token in tokens)
-    if words and "r" not in kinds:
-        start = kinds.rfind("=") + 1
-        tokens, kinds = tokens[start:], kinds[start:]
-    match = (SENTENCE if words else ALONE).fullmatch(kinds)
-    if match is None or (words and (CHANGED.search(match["before"]) or is_short_scale(tokens, match))):
+    text = plain(text)
+    if words and "≠" not in text and not any(word_kind(word) == "negation" for word in WORD.findall(text)):
+        text = text.rpartition("=")[2].strip()
+    match = (SENTENCE if words else ALONE).fullmatch(text)
+    if match is None or (words and is_changed(match["before"], match["phrase"], match["after"])):
         return None
-    value = phrase_value(tokens, match)
+    value = phrase_value(match)
     if value is None:
         return None
-    texts = [token.text for token in tokens]
-    unit = UNIT_AFTER.match("".join(texts[match.end("phrase") :]))
-    written = "".join(texts[match.start("phrase") : match.end("phrase")]) + (unit[0] if unit else "")
-    return Number(value, match["mark"] == "%"), written.strip()
+    unit = UNIT_AFTER.match(text, match.end("phrase"))
+    written = match["phrase"] + (unit[0] if unit else "")
+    return Number(value, (match["mark"] or "").strip() in ("%", "percent", "pct")), written.replace(PART, " ").strip()
 
 
-def is_short_scale(tokens: list[Token], match: re.Match[str]) -> bool:
-    """True for "$18m" and "$18t": there a letter that is a unit elsewhere means millions or trillions."""
-    following = [token.text for token in tokens[match.end("scales") :] if token.kind != "_"]
-    return "c" in match[0] and following[:1] in (["m"], ["t"])
+def is_changed(before: str, phrase: str, after: str) -> bool:
+    """True if something before or after a number makes it another number, or is not understood."""
+    after = re.sub(rf"^-(?={LETTER})", "", after)  # 18-day
+    if CHANGED_DIRECTLY.match(after) or not (BEFORE.fullmatch(before) and AFTER.fullmatch(after)):
+        return True
+    words_before = [(word, word_kind(word[0])) for word in WORD.finditer(before)]
+    kinds_before, kinds_after = [kind for _, kind in words_before], [*map(word_kind, WORD.findall(after))]
+    if {*kinds_before} & CHANGE | {*kinds_after} & (CHANGE | {"part", "letter"}):
+        return True
+    is_short_scale = "$" in phrase and re.match(r" ?[mt]\b", after)  # $18m: there a unit's letter means millions
+    is_filler_attached = re.match(LETTER, after) and kinds_after[0] == "filler"
+    is_attached = ATTACHED.search(before) and kinds_before[-1:] != ["other"]
+    if is_short_scale or is_filler_attached or is_attached:
+        return True
+    for word, kind in words_before:  # a variable, unless the number is its value
+        if kind in ("letter", "unit") and not VALUE_FOLLOWS.match(before, word.end()):
+            return True
+    telling = [pair for pair in words_before if pair[1] not in ("filler", "letter", "unit", "other")]
+    word, kind = telling[-1] if telling else (None, "")
+    return kind in ("part", "function") and not re.search(r"[,;:.?!)]", before[word.end() :])
 
 
-def phrase_value(tokens: list[Token], match: re.Match[str]) -> Fraction | None:
-    """Returns the value of the number that PHRASE matched in these tokens; None if it is none, as in "1 5/2"."""
-
-    def value_of(group: str, default: int = 0) -> Fraction:
-        return tokens[match.start(group)].value if match[group] else Fraction(default)
-
-    below = value_of("below", 1)
-    if below == 0:
+def phrase_value(match: re.Match[str]) -> Fraction | None:
+    """Returns the value of the number that PHRASE matched; None if it is none, as in "1 5/2"."""
+    given = {name: plain_value(match[name]) for name in ("factor", "whole", "below", "number") if match[name]}
+    if given.get("below") == 0:
         return None
-    value = value_of("factor", 1) * value_of("power")
-    value += value_of("part") + value_of("number") + value_of("above") / below
-    if match["whole"] or match["all"]:
-        whole = value_of("whole") + value_of("all")
+    value = given.get("number", Fraction(0))
+    if match["power"]:
+        value = given.get("factor", 1) * Fraction(10) ** int(match["power"])
+    if match["above"]:
+        above = match["above"]
+        value = plain_value(above.lstrip("-")) / given["below"] * (-1 if above.startswith("-") else 1)
+    if whole := given.get("whole"):
         if whole.denominator != 1 or not 0 <= value < 1:
             return None
         value += whole
-    for token in tokens[match.start("scales") : match.end("scales")]:
-        value *= token.value if token.kind == "s" else 1
-    return -value if match["sign"] in ("-", "m") else value
+    for word in WORD.findall(match["scales"]):
+        value *= SCALE_OF.get(word) or SCALE_OF[word.lower()]
+    return -value if (match["sign"] or "").lower() in ("-", "minus", "negative") else value
 
 
 def same_number(reference: str, answer: str) -> bool:
