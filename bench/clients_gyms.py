@@ -123,12 +123,12 @@ def rows() -> Iterator[Row]:
 def try_out(what: str, module: str, expression: str, replies: Sequence[str], is_class: bool = False) -> Row:
     """Returns what became of the environment that an expression makes, as a user writes it into a file."""
     name = module.partition(".")[0]
-    made = f"made = {expression}" if is_class else f"def made():\n    return {expression}"
+    made = f"made = as_gym({expression if is_class else f'lambda: {expression}'})"
     with tempfile.TemporaryDirectory() as folder, quiet():
         data, file = Path(folder) / "rows.jsonl", Path(folder) / f"{name}_episode.py"
         prompts = [{"prompt": [{"role": "user", "content": f"Game {n}, or 2 + 3?"}]} for n in range(40)]
         data.write_text("".join(json.dumps(prompt | ROW) + "\n" for prompt in prompts))
-        file.write_text(f"import {module}\n\n{made}\n")
+        file.write_text(f"import {module}\nfrom recipes.gyms.gyms import as_gym\n\n{made}\n")
         try:
             env = make_env("dataset", path=str(data), episode=f"{file}:made", max_turns=20)
             return judge(what, env, replies)

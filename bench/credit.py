@@ -28,10 +28,10 @@ from scipy.special import log_softmax
 from bench.common import environment, report
 from bench.task_sampling import train
 from envs.base import Problem
-from envs.guess import Guess
 from models.checkpoint import load_model
 from models.decoder import logits
 from models.tokenizer import Tokenizer
+from recipes.games.guess import Guess
 from utils.evaluation.estimates import paired_difference
 
 A, TURNS = 100, 4  # numbers, each one token

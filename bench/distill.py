@@ -30,10 +30,10 @@ from jax.flatten_util import ravel_pytree
 
 from bench.common import ROOT, run_command
 from core.terms.distill import divergence
+from extras.plots import make_figure
 from models.checkpoint import load_model
 from models.decoder import logits
-from utils.metrics.curves import Curves, read_metrics
-from utils.reporting.plots import COLORS, make_figure
+from utils.metrics.curves import COLORS, Curves, read_metrics
 
 TINY = "models/tiny"
 SEEDS = (0, 1, 2)

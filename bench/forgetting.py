@@ -27,10 +27,10 @@ from core.records import Batch
 from core.rollout import evaluate
 from core.terms.reference import sampled_kl
 from envs.base import Reply
-from envs.guess import Guess
 from envs.settings import resolve_environments
 from models.checkpoint import load_model
 from models.names import Params
+from recipes.games.guess import Guess
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
 

@@ -28,8 +28,8 @@ from bench.ab import compare, describe_origin
 from bench.common import ROOT, Figure, report, run_command
 from envs import make_env
 from envs.settings import parse_options
-from utils.metrics.curves import WINDOW, Curves, read_metrics, running_mean
-from utils.reporting.plots import COLORS, make_figure
+from extras.plots import make_figure
+from utils.metrics.curves import COLORS, WINDOW, Curves, read_metrics, running_mean
 
 PRESETS = (
     "grpo", "drgrpo", "dapo", "gspo", "luspo", "cispo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline",

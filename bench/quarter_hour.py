@@ -18,8 +18,7 @@ from bench.common import markdown_table, write_random_model
 METRICS = {  # of a step, and their names in the table
     "times/run": "s since the start", "times/step": "step, s", "times/compile": "compiled, s",
     "times/rollout": "rollout, s", "times/logprobs": "log-probabilities, s", "times/update": "update, s",
-    "rollout/tokens_per_second": "tokens/s", "speed/decode_roofline": "decode of the roofline",
-    "speed/update_roofline": "update of it",
+    "rollout/tokens_per_second": "tokens/s",
     "speed/mfu": "MFU", "speed/occupancy": "occupancy", "speed/rows_running": "rows that draw",
     "speed/pages_in_use": "pages in use", "rollout/recomputed": "tokens computed again",
     "speed/padding": "padding", "memory/peak_gb": "GB",

@@ -4,10 +4,11 @@
     python bench/roofline.py --shape Qwen2.5-0.5B --slots 512,1024,128 --pages 64,16 --stop_share 0.003
     python bench/roofline.py --kernels 1                     # on a CPU on one of its cores, since threads add up
 
-The roofline's share is that of speed/decode_roofline and speed/update_roofline: docs/metrics.md. All rollouts draw the
-same completions, as many as fill the most slots, with each number of slots and the first size of pages, then with each
-other size and the first number of slots. --stop_share S makes completions end at random: so much of the vocabulary are
-stop tokens, and to a random model all tokens are about equally likely, so that lengths are geometric with mean 1 / S.
+The share of the roofline is the least seconds of the work over those that it took: see bench/limits.py. All rollouts
+draw the same completions, as many as fill the most slots, with each number of slots and the first size of pages, then
+with each other size and the first number of slots. --stop_share S makes completions end at random: so much of the
+vocabulary are stop tokens, and to a random model all tokens are about equally likely, so that lengths are geometric
+with mean 1 / S.
 
 The profile is of a few segments from the second on, and of an update, by JAX's profiler. An operation is of the kind of
 what it computes: a product of activations and weights, a product within rows (attention), a move (caches that are
@@ -40,6 +41,7 @@ from jaxtyping import PyTree
 
 from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
+from bench.limits import Limits, decode_seconds, measure_limits
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
 from core.chains.pages import page_sizes, with_pages
 from core.extensions.programs import page_programs
@@ -47,7 +49,7 @@ from core.records import Completions
 from core.sampler import Sampler, make_sampler
 from models.architecture import Decoder
 from models.names import Params
-from models.speed import Limits, decode_seconds, measure_limits, training_flops
+from models.speed import training_flops
 from models.tokenizer import load_tokenizer
 from utils.batching import concatenate, measure_rows
 from utils.devices.compilation import Compiler, Programs, shapes_of

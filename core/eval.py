@@ -42,7 +42,7 @@ from models.messages import tool_schema
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.tables import Result, check_writable, write_results
-from utils.metrics.logger import printable, writable
+from utils.metrics.logger import printable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import changed_options, options_of, parse, to_dict
@@ -181,7 +181,7 @@ def evaluate_checkpoint(
         )
         results.append(result)
         if layout.is_main:
-            print(writable(result.format_metrics(config.sampling.temperature), sys.stdout), flush=True)
+            print(result.format_metrics(config.sampling.temperature), flush=True)
         if layout.is_main and config.output.save_samples:
             write_samples(config.output.save_samples, result, worker, episodes)
     return results
@@ -300,7 +300,7 @@ def main(config: EvalCommand) -> None:
         check_writable(config.output.json, config.output.save_samples)
         notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)
         lines = [inheritance_note(config), *(settings.describe() for settings in environments), *notes]
-        print(writable("\n".join(filter(None, lines)), sys.stdout), flush=True)
+        print("\n".join(filter(None, lines)), flush=True)
     if config.output.show:
         checkpoints = checkpoints[:1]
     results = []

@@ -143,7 +143,7 @@ def train(
 
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
-        metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics)
+        metrics |= speed_metrics(learner.layout, episodes, metrics)
         if is_due(step, config.objective.kl.kl_every):
             metrics["kl"] = learner.kl_to_reference(rollout_batch(episodes, config))
         metrics["env/epochs"] = progress.cursor / worker.num_tasks

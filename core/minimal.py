@@ -301,7 +301,7 @@ def sample(settings: Settings, model: Model, params: Params, prompts: Array, sta
 
     # When half of the rows have ended, half of the slots are given up: few rows are as long as the longest.
     state = 0, slots, outputs
-    for size in sorted({B // 2, B // 4, B // 8, 0}, reverse=True):
+    for size in sorted({B // 2, B // 4, B // 8, B // 16, 0}, reverse=True):
         goes_on = lambda state, size=size: (state[0] < A) & (jnp.sum(~state[1][-1]) > size)  # noqa: E731
         i, slots, outputs = jax.lax.while_loop(goes_on, step, state)
         kept = jnp.argsort(slots[-1])[:size]  # rows that go on come first

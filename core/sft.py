@@ -100,7 +100,7 @@ class SFTConfig:
     devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
-    group_size = 1  # rows of an example, which are adjacent: two of a pair in core/dpo.py
+    group_size = 1  # rows of an example, which are adjacent: two of a pair of preferences
     update, updates_per_step, trusts_sampler = UpdateConfig(), 1, False  # the learner reads them
     objective = make_config(ObjectiveConfig, objective="reinforce", advantage="reinforce", entropy_coef=0.0)
 

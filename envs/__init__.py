@@ -33,7 +33,7 @@ ENVS = {
     "amc": ("envs.mathematics", "Mathematics", {"data_set": "amc"}),
     "amc23": ("envs.mathematics", "Mathematics", {"data_set": "amc23"}),
     "math500": ("envs.mathematics", "Mathematics", {"data_set": "math500"}),
-    "guess": ("envs.guess", "Guess", {}),
+    "guess": ("recipes.games.guess", "Guess", {}),
     "tictactoe": ("recipes.games.tictactoe", "TicTacToe", {}),
     "gridworld": ("recipes.games.gridworld", "Gridworld", {}),
     "wordle": ("recipes.games.wordle", "Wordle", {}),

@@ -1,22 +1,19 @@
 """Python files of the user: the functions and classes that FILE.py:NAME names, and the modules beside them.
 
-A file imports the modules of its folder as under `python FILE.py`, a utils.py too. These modules belong to a package of
-their own, so none takes the name of one of this repository's. Only imports in such files look into the folder first.
-The package's name contains the folder, so a process that a reward spawns finds its functions, too.
+The folder of such a file is the last entry of `sys.path`, so installed modules come before those beside the file.
 """
 
 import ast
-import builtins
 import contextlib
+import importlib
 import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, partialmethod
-from importlib import import_module
-from importlib.machinery import FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +22,7 @@ from typing import NamedTuple, SupportsFloat
 from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parents[1]
-__path__ = []  # the packages of folders are inside of this module
-PACKAGE = f"{__name__}.folder_"  # and the folder in hexadecimal digits
+LOADED: dict[Path, tuple[str, int]] = {}  # by file: the module's name, and when the file was changed
 LMPO = ("core", "envs", "models", "recipes", "utils")
 
 # Environment variables that rewards and classes of the user see. Also: what is named REWARD_..., and as ... alone.
@@ -175,10 +171,11 @@ def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
     Raises: UserError when the file fails, or has none of this name.
     """
     file, name = named
+    check_neighbors(file.absolute())
     try:
         module = load_module(file.absolute())
     except (Exception, SystemExit) as error:
-        reason = re.sub(rf"{re.escape(PACKAGE)}[0-9a-f]*\.?", "", f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{flag} {file}:{name}: {file} fails with {reason}{variable_note(reason)}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -201,94 +198,42 @@ def variable_note(error: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Returns the module in a file; it is executed again if the file has changed."""
-    name = f"{package_of(str(path.parent))}.{path.stem.replace('.', '_')}"
-    if OwnLoader.loaded.get(name) == (str(path), path.stat().st_mtime_ns):
-        return sys.modules[name]
-    spec = spec_from_file_location(name, path, loader=OwnLoader(name, str(path)))
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up the annotations of their fields
-    with with_passed_variables():
-        spec.loader.exec_module(module)
-    return module
+    """Returns the module in a file, which imports those beside it; it is executed again if the file has changed.
 
-
-def package_of(folder: str) -> str:
-    """Returns the name of the package of the modules in a folder."""
-    return import_module(PACKAGE + folder.encode().hex()).__name__
-
-
-class OwnLoader(SourceFileLoader):
-    """Executes a module of the user's, whose imports look into its folder first."""
-
-    loaded: dict[str, tuple[str, int]] = {}  # by name: the file, and when it was changed
-
-    def exec_module(self, module: ModuleType) -> None:
-        modified = os.stat(self.path).st_mtime_ns
-        depth = PACKAGE.count(".") + 1
-        package = ".".join(module.__name__.split(".")[:depth])
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(import_beside, package)}
-        super().exec_module(module)
-        self.loaded[module.__name__] = self.path, modified
-
-
-class OwnFinder:
-    """Finds the modules inside of packages of the user's, for `sys.meta_path`."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith(PACKAGE):
-            return None
-        folder, _, module = name.removeprefix(PACKAGE).partition(".")
-        if not module:
-            spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = [bytes.fromhex(folder).decode()]
-            return spec
-        spec = PathFinder.find_spec(name, path, target)
-        if spec and type(spec.loader) is SourceFileLoader:
-            spec.loader = OwnLoader(name, spec.origin)
-        return spec
-
-
-if OwnFinder not in sys.meta_path:
-    sys.meta_path.insert(0, OwnFinder)
-
-
-def import_beside(
-    package: str,
-    name: str,
-    globals: Mapping[str, object] | None = None,
-    locals: Mapping[str, object] | None = None,
-    fromlist: Sequence[str] = (),
-    level: int = 0,
-) -> ModuleType:
-    """Imports as `__import__` does, from the folder of a package if it has a module of this name."""
-    first = name.partition(".")[0]
-    if level or not is_beside(first, sys.modules[package].__path__):
-        return builtins.__import__(name, globals, locals, fromlist, level)
-    module = builtins.__import__(f"{package}.{name}", globals, locals, fromlist)
-    return module if fromlist else sys.modules[f"{package}.{first}"]
-
-
-def is_beside(name: str, folders: Sequence[str]) -> bool:
-    """True if a folder has a module of this name, and it is not the one that every import finds.
-
-    A folder that is a package itself comes last: its own files import its modules by relative names.
+    It has the name of its file, so that processes that it spawns find its functions, unless another module has it.
     """
-    if name in sys.builtin_module_names or FrozenImporter.find_spec(name):
-        return False
-    spec = PathFinder.find_spec(name, folders)
-    if spec is None:
-        return False
-    try:
-        usual = find_spec(name)
-    except ValueError:  # a module without a specification, as __main__
-        return False
-    if usual is None:
-        return True
-    is_same = usual.origin and spec.origin and os.path.realpath(usual.origin) == os.path.realpath(spec.origin)
-    is_of_package = any(Path(folder, "__init__.py").is_file() for folder in folders) and name not in LMPO
-    return spec.origin is not None and not is_same and not is_of_package  # a folder without __init__.py comes last
+    modified = path.stat().st_mtime_ns
+    if path in LOADED and LOADED[path][1] == modified:
+        return sys.modules[LOADED[path][0]]
+    root = import_root(path)
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    with with_passed_variables():
+        importlib.invalidate_caches()
+        spec = find_spec(name)
+        if not (spec and spec.origin == str(path)):
+            name = f"{path.stem}_{zlib.crc32(bytes(path))}"
+            spec = spec_from_file_location(name, path)
+        if name not in sys.modules or path in LOADED:  # else a module beside it has imported it
+            sys.modules[name] = module_from_spec(spec)  # where dataclasses look up the annotations of their fields
+            spec.loader.exec_module(sys.modules[name])
+    LOADED[path] = name, modified
+    return sys.modules[name]
+
+
+def import_root(path: Path) -> Path:
+    """Returns the folder from which a file imports: its own, or the one that holds its outermost package."""
+    return next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
+
+
+def check_neighbors(path: Path) -> None:
+    """Raises UserError if a file imports a module beside it that has the name of a package of ours."""
+    root = import_root(path)
+    for file in code_files(f"{path}:"):
+        first = file.relative_to(root).parts[0] if file.is_relative_to(root) else ""
+        if file != path and first.removesuffix(".py") in LMPO:
+            raise UserError(f"{path} imports {root / first}, and a package of lmpo has this name: rename it")
 
 
 # what it returns

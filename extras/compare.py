@@ -13,9 +13,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+from extras.plots import plot_runs
 from utils.metrics.curves import read_metrics
 from utils.reporting.page import label_runs, write_report
-from utils.reporting.plots import plot_runs
 from utils.settings.errors import user_errors
 
 

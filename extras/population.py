@@ -39,6 +39,7 @@ from core.rollout import RolloutWorker
 from core.run.folder import Run, make_default_folder, settings_of_model
 from envs.settings import resolve_environments
 from extras.members import MemberSampler, SharedSampler, labeled_output, settings_of
+from extras.plots import plot_runs
 from models.checkpoint import load_policy
 from models.state import TrainState
 from models.tokenizer import Tokenizer
@@ -50,7 +51,6 @@ from utils.metrics.curves import Curves, read_metrics
 from utils.metrics.logger import lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
-from utils.reporting.plots import plot_runs
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import options_of, parse, to_dict, with_options
@@ -79,7 +79,7 @@ class PopulationConfig(Config):
 
 
 class MemberRun(Run):
-    """A run whose updates and plots take turns with the other members' runs."""
+    """A run whose updates take turns with the other members' runs."""
 
     # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
     # a CPU in any case, two at once 2.1 GB instead of 1.4.
@@ -94,12 +94,11 @@ class MemberRun(Run):
             yield
 
     def draw(self) -> None:
-        """Draws plot.png and report.html: see `Run.draw`. Matplotlib is not made for several threads.
+        """Draws report.html: see `Run.draw`.
 
         It is then due again after a multiple of the time of a run alone, so that all members cost as little as one.
         """
-        with self.turn:
-            super().draw()
+        super().draw()
         self.next_drawing += (self.num_members - 1) * (self.next_drawing - time.monotonic())
 
     def save_newest(self) -> tuple[TrainState, Progress] | None:

@@ -7,6 +7,7 @@
     python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... recipes/games/run.sh
     python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
     python imgs/make.py --ladder runs/ladder    # SEED=0, 1, 2 runs/ladder.sh
+    python imgs/make.py --gsm8k docs/lab/runs/coder-0.5b_gsm8k_h100
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
 
@@ -24,8 +25,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench import objectives
-from utils.metrics.curves import read_metrics
-from utils.reporting import plots
+from extras import plots
+from utils.metrics.curves import COLORS, read_metrics
 from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
@@ -122,11 +123,27 @@ def draw_ladder(folder: Path, out: Path) -> None:
         scores, low, high = ([row[f"correct_answer{end}"] for row in rows] for end in ("", "_low", "_high"))
         errors = np.subtract(scores, low), np.subtract(high, scores)
         places = np.arange(len(rows)) + 0.06 * (number - 1)
-        axis.errorbar(places, scores, errors, fmt="o:", color=plots.COLORS[number], capsize=3, label=file.parent.name)
+        axis.errorbar(places, scores, errors, fmt="o:", color=COLORS[number], capsize=3, label=file.parent.name)
     axis.set_xticks(range(len(RUNGS)), RUNGS)
     axis.set_title("Correct answers of held-out problems", loc="left", fontsize=10)
     axis.set_ylim(0)
     axis.legend(frameon=False)
+    figure.savefig(out)
+
+
+def draw_gsm8k(run: Path, out: Path) -> None:
+    """Draws a run's held-out score by step, with its 95% intervals and the seconds since the start."""
+    curves = read_metrics(run / "metrics.jsonl")
+    steps, scores = curves["test_env/correct_answer"]
+    low, high = (curves[f"test_env/correct_answer{end}"][1] for end in ("_low", "_high"))
+    seconds = dict(zip(*curves["times/run"], strict=True))
+    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    axis = figure.subplots()
+    errors = np.subtract(scores, low), np.subtract(high, scores)
+    axis.errorbar(steps, scores, errors, fmt="o-", color=BLUE, capsize=3)
+    axis.set_xticks(steps, [f"step {step:.0f}\n{seconds.get(step, 0):.0f} s" for step in steps])
+    axis.set_title("GSM8K, 1,319 test problems: correct answers by step", loc="left", fontsize=10)
+    axis.set_ylim(0)
     figure.savefig(out)
 
 
@@ -140,6 +157,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
     parser.add_argument("--lora_smollm", type=Path, metavar="FOLDER", help="the same of SmolLM2, for lora_smollm.png")
     parser.add_argument("--ladder", type=Path, metavar="FOLDER", help="the folder of runs/ladder.sh, for ladder.png")
+    parser.add_argument("--gsm8k", type=Path, metavar="RUN", help="a run of GSM8K, for gsm8k.png")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
     if args.loop:
@@ -155,6 +173,8 @@ def main() -> None:
             objectives.draw(runs, HERE / f"{name}.png", "trained (seeds)")
     if args.ladder:
         draw_ladder(args.ladder, HERE / "ladder.png")
+    if args.gsm8k:
+        draw_gsm8k(args.gsm8k, HERE / "gsm8k.png")
     if args.report:
         photograph(args.report, HERE / "report.png")
 

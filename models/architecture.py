@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from models.attention import choose_kernel
 from models.deltanet import DeltaShape
-from models.experts import choose_product
 from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, LayerNumbers, decode_axes, is_matrix
 from models.rotary import Scaling
 from utils.settings.errors import UserError
@@ -261,6 +260,8 @@ class Decoder:
     @property
     def expert_product(self) -> str:
         """The product of tokens with their experts."""
+        from models.experts import choose_product
+
         return choose_product(self.mesh)
 
     @property

@@ -32,7 +32,6 @@ from models.attention import (
 )
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
 from models.distribution import Distribution, TokenOutputs
-from models.experts import Route, choose_experts, mix_experts, read_experts
 from models.logits import LMHeads, TargetColumns, chunked_outputs, project
 from models.lora import adapt, with_adapters
 from models.names import (
@@ -54,6 +53,7 @@ from models.names import (
     Params,
     Policy,
     PolicyParams,
+    Route,
     Weights,
     decode_axes,
     dtype_of,
@@ -259,6 +259,8 @@ def mlp(model: Decoder, layer: LayerParams, x: Hidden) -> Hidden:
 
 def expert_mlp(model: Decoder, layer: LayerParams, x: Hidden, recorded: Route | None) -> tuple[Hidden, Route]:
     """Computes the experts of a layer; also returns the numbers of each token's experts."""
+    from models.experts import choose_experts, mix_experts, read_experts
+
     logits = linear(layer, "mlp.gate", x)
     routing = choose_experts(logits, model.num_experts_per_tok, model.norm_topk_prob, recorded)
     experts = read_experts(layer, x.dtype)

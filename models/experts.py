@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, Hidden, LayerParams, decode_axes
+from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, Hidden, LayerParams, Route, decode_axes
 from utils.devices.sharding import ROWS, on_devices
 
 Activation = Callable[[Array], Array]
@@ -27,9 +27,6 @@ Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, it
 # and TPU v5e make 300 and 240 multiplications for each byte that they read.
 FEW_TOKENS = 256
 TILE = 64  # tokamax's kernels for an H100 multiply matrices of whole tiles; adapters are narrower
-
-
-Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
 
 
 class LowRank(NamedTuple):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -45,6 +45,7 @@ def decode_axes(name: str) -> tuple[int, ...]:
 Array = jax.Array | np.ndarray  # arrays of signatures: a host array is accepted wherever a device array is
 Key = jax.Array  # key of jax.random
 Hidden = Float[Array, "B T D"]  # states between two layers
+Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
 LayerNumbers = tuple[int | Array, ...]  # traced if they are arguments of jit
 Extras = dict[str, Array]  # arrays of rows or their tokens, by name: see EXTRAS in core/records.py
 

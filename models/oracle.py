@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from models.conversations import THINK, THINK_END, Conversation, differs_by_thinking, encode_conversation, thinks
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
-from models.templates import render_apart
 from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
@@ -117,7 +116,6 @@ def reference(
     options = {"tools": [*tools] or None, "assistant_prefix": ""}
     options |= {} if thinking is None else {"enable_thinking": thinking}
     options["continue_final_message" if is_begun(messages) else "add_generation_prompt"] = is_open
-    render_apart()
     if not prefix:
         return tokenizer.hf.apply_chat_template([*messages], return_dict=False, **options)
     text = tokenizer.hf.apply_chat_template([*messages], tokenize=False, **options)

@@ -7,18 +7,18 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
-from jinja2.exceptions import TemplateError
 
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
-from models.templates import render_apart
 from utils.settings.checks import open_file
 from utils.settings.errors import UserError, describe_error
 
@@ -273,7 +273,6 @@ class Tokenizer:
         Raises UserError as `write`.
         """
         continues = is_open and is_begun(messages)
-        render_apart()
         try:
             return self.hf.apply_chat_template(
                 list(messages),
@@ -284,9 +283,8 @@ class Tokenizer:
                 assistant_prefix="",  # `chat` adds it
                 tokenize=False,
             )
-        except (TemplateError, TypeError, ValueError) as error:  # the last two are raised by checks of transformers
-            reason = error if isinstance(error, TemplateError) else describe_error(error)
-            raise UserError(f"the model's chat template fails ({reason})") from error
+        except Exception as error:  # a template is a program
+            raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
 
     @property
     def training_prompts(self) -> tuple[bool | None, str]:
@@ -352,6 +350,14 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def date_prompts(time: str) -> None:
+    """Makes chat templates write the date of this time (ISO 8601), not that of each rendering."""
+    from transformers.utils import chat_template_utils
+
+    moment = datetime.fromisoformat(time[:19])
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: moment)  # what `strftime_now` reads
 
 
 def split_at(ids: list[int], sign: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ END
 "$python" core/grpo.py --config configs/demo.py --model_dir "$runs/sft" --lr 0 --ppo_minibatch 0 --do_group_filter 0 \
     --groups_per_batch 64 --group_size 8 --max_steps 12 --test_interval 0 --num_eval_tasks 8 --save_interval 0 \
     --save_rollouts all --seed "$seed" --save_dir "$runs/sampled"
-"$python" core/dpo.py --model_dir "$runs/sft" --pairs_from "$runs/sampled" --loss ipo --lr 3e-4 --num_epochs 1 \
+"$python" recipes/preferences/dpo.py --model_dir "$runs/sft" --pairs_from "$runs/sampled" --loss ipo --lr 3e-4 --num_epochs 1 \
     --batch_size 32 "${played[@]}" --save_dir "$runs/ipo"
 "$python" core/grpo.py --config configs/demo.py --config configs/rloo.py --model_dir "$runs/ipo" --seed "$seed" \
     --save_interval 0 --save_dir "$runs/rloo" "$@"

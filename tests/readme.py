@@ -46,7 +46,7 @@ TRAIN = [
 ]
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
-    "core/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
+    "recipes/preferences/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
     "recipes/offline/train.py": TRAIN,
     "extras/population.py": TRAIN,
@@ -65,7 +65,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"python extras/traces\.py": "needs the rollouts of a run, which the page only names",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
-    r".*core/(chat_web|serve)\.py |curl ": "serves until Ctrl-C, or asks a server",
+    r".*(core/serve|extras/chat_web)\.py |curl ": "serves until Ctrl-C, or asks a server",
     r"(TASK|GSM8K_DIR)=\S+ bash runs/coder\.sh": "an hour, with a model of 0.5B parameters",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",

@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from core.chains.agents import AgentConversations
 from core.chains.forced import forced_answer, reply_opening
-from core.chains.pages import with_pages
 from core.chains.replies import Replies
-from core.chains.turns import Conversations, answering_calls
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
@@ -41,13 +38,22 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
-    sampler = with_pages(sampler, page_size, env.has_turns)
-    if env.dialect:
-        sampler = answering_calls(sampler, DIALECTS[env.dialect])
+    if env.has_turns or page_size > 0 or not sampler.layout.is_single_cpu:
+        from core.chains.pages import with_pages
+
+        sampler = with_pages(sampler, page_size, env.has_turns)
+    make_replies = Replies
     if env.has_turns:
+        from core.chains.turns import Conversations, answering_calls
+
+        make_replies = Conversations
+        sampler = answering_calls(sampler, DIALECTS[env.dialect]) if env.dialect else sampler
         check_conversations(sampler, settings)
-    refuse([(bool(env.programs) and jax.process_count() > 1, "programs of agents run on one host: use one process")])
-    make_replies = AgentConversations if env.programs else Conversations if env.has_turns else Replies
+    if env.programs:
+        from core.chains.agents import AgentConversations
+
+        refuse([(jax.process_count() > 1, "programs of agents run on one host: use one process")])
+        make_replies = AgentConversations
     return Attached(sampler, make_replies, compare_samples(settings, sampler.tokenizer, encode))
 
 

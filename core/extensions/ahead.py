@@ -19,9 +19,10 @@ from core.learner import Learner
 from core.records import Episodes, Progress
 from core.rollout import RolloutWorker
 from models.decoder import cast_params
-from models.memory import sampling_room
+from models.memory import describe_whole, sampling_room
 from models.names import ADAPTERS, Policy, Weights
 from models.state import TrainState
+from utils.devices.sharding import Layout
 from utils.runs.shutdown import Signals
 
 BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
@@ -124,6 +125,14 @@ def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> T
     params = state.params
     copy = jax.tree.map(jnp.copy, params) if learner.base else worker.load_weights(params)
     return replace(state, extra=state.extra | {BEHAVIOR: copy})
+
+
+def describe_ahead(config: Config, learner: Learner, layout: Layout) -> list[str]:
+    """Returns in a line how rollouts are drawn ahead, on devices of this layout, and how the loss treats that."""
+    where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
+    old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
+    whole = describe_whole(learner.model, layout) if layout != learner.layout else []
+    return [f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}", *whole]
 
 
 def prepare_ahead(

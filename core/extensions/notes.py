@@ -1,4 +1,4 @@
-"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding, --ahead."""
+"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding."""
 
 from core.advantages import ObjectiveConfig
 from core.config import Config
@@ -6,89 +6,48 @@ from core.learner import Learner
 from core.rollout import RolloutWorker
 from envs.scoring.shaping import reward_names
 from models.architecture import Decoder
-from models.memory import describe_whole
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
-from models.speed import limits_of
+from utils.settings.config import changed_options, to_dict
 from utils.settings.errors import UserError
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL, HIGH_RATE = 50 * 10**6, 1e-5  # full training of more parameters at a higher rate gets a warning
-UNCLIPPED = ("reinforce", "sapo")  # losses that do not read the clip range
+NAMES = ("loss_normalization", "objective", "advantage")
 
 
-def training_notes(
-    config: Config, learner: Learner, params: Params | Adapters, worker: RolloutWorker
-) -> list[str]:
+def training_notes(config: Config, learner: Learner, params: Params | Adapters, worker: RolloutWorker) -> list[str]:
     """Returns a line for each decision about memory, loss, optimizer and rollouts.
 
     Raises: UserError for parts of the reward that are not there.
     """
-    limits = limits_of(learner.layout, learner.model.dtype)  # by which speed/decode_roofline and update_roofline go
-    notes = (
+    check_parts(config, worker)
+    notes = [
         *learner.notes,
         describe_objective(config.objective),
-        describe_parts(config, worker),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
-        describe_ahead(config),
-        *(describe_whole(learner.model, worker.layout) if config.ahead and worker.layout != learner.layout else ()),
-        f"a device was measured: {limits.describe()}" if limits else "",
-    )
+    ]
+    if config.ahead:
+        from core.extensions.ahead import describe_ahead
+
+        notes += describe_ahead(config, learner, worker.layout)
     return list(filter(None, notes))
 
 
 def describe_objective(config: ObjectiveConfig) -> str:
-    """Returns the resolved objective in one line."""
-    policy, corrections, kl, shaping, loss = config.policy, config.corrections, config.kl, config.shaping, config.loss
-    text = f"minimize {policy.loss_normalization} of {policy.objective}"
-    if policy.objective not in UNCLIPPED:
-        text += f" (clip_epsilon {loss.clip_epsilon:g}, {loss.clip_epsilon_high:g})"
-    if policy.objective == "ppo" and policy.dual_clip:
-        text += f", at most -{policy.dual_clip:g} A where A < 0"
-    if policy.objective == "gspo":
-        names = {"constant": " (LUSPO)", "token_mean": " (GSPO is that of sequence_mean only)"}
-        text += names.get(policy.loss_normalization, "")
-    if corrections.importance_correction == "truncate":
-        text += f", x min(w, {corrections.importance_cap:g}) by {corrections.importance_level}"
-    if corrections.importance_correction == "mask":
-        low, high = corrections.importance_floor, corrections.importance_cap
-        text += f", x w by {corrections.importance_level}, 0 outside [{low:g}, {high:g}]"
-    if corrections.off_policy_mask:
-        text += f", 0 where A < 0 and mean log(p_sample / p) > {corrections.off_policy_mask:g}"
-    if corrections.do_mask_importance_ratio:
-        text += ", 0 where p / p_old >= 2"
-    if corrections.do_mask_inference_ratio:
-        text += ", 0 where p_sample / p_old >= 2"
-    if kl.kl_coef and kl.kl_in == "loss":
-        text += f" + {kl.kl_coef:g} k3(p || p_ref)"
-    if policy.entropy_coef:
-        text += f" - {policy.entropy_coef:g} entropy"
-    if config.has_kl_in_reward:
-        text += f"; r = reward - {kl.kl_coef:g} log(p / p_ref)"
-    text += f"; A = {config.advantage}"
-    if config.advantage == "best_k":
-        text += f", k = {config.best_k}"
-    if config.has_critic:
-        text += f", gamma {config.critic.gamma:g}, lambda {config.critic.gae_lambda:g}"
-    if shaping.do_global_normalization:
-        text += ", normalized over the batch"
-    if shaping.do_clip_advantages:
-        text += ", 0 where negative"
-    if shaping.negative_advantage_multiplier != 1:
-        text += f", times {shaping.negative_advantage_multiplier:g} where negative"
-    if config.has_critic and config.critic.value_clip:
-        text += f"; values move by at most {config.critic.value_clip:g}"
-    return text
+    """Returns loss and advantage in one line, and the options of both that do not have their defaults."""
+    settings = to_dict(config)
+    changed = [f"{name} {settings[name]}" for name in changed_options(ObjectiveConfig, settings) if name not in NAMES]
+    options = f" ({', '.join(changed)})" if changed else ""
+    normalization, objective, advantage = map(settings.get, NAMES)
+    return f"minimize {normalization} of {objective}; A = {advantage}{options}"
 
 
-def describe_parts(config: Config, worker: RolloutWorker) -> str:
-    """Returns in one line the parts of the reward that gdpo compares; empty without them.
-
-    Raises: UserError for a part that is asked for and no reward has, when replies to the first problems are tried.
-    """
+def check_parts(config: Config, worker: RolloutWorker) -> None:
+    """Raises UserError for a part of the reward that is asked for and no reward has, by replies to first problems."""
     weights = config.objective.parts.weights
     asked = {name: f"--reward_parts {name}={weight:g}" for name, weight in weights.items()}
     if config.rewards.length_reward == "cosine":
@@ -101,19 +60,6 @@ def describe_parts(config: Config, worker: RolloutWorker) -> str:
             raise UserError(
                 f"{option}: no reward of {worker.name} has this part: name some of {', '.join(sorted(found))}"
             )
-    if not weights:
-        return ""
-    terms = [f"{weight:g} x {name}" for name, weight in weights.items()]
-    return f"A sums z-scores of {' + '.join(terms)}, and is normalized over the batch"
-
-
-def describe_ahead(config: Config) -> str:
-    """Returns in one line how rollouts are drawn ahead, and how the loss treats that."""
-    if not config.ahead:
-        return ""
-    where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
-    old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
-    return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

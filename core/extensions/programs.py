@@ -17,8 +17,6 @@ from core import learner as learners
 from core import records
 from core import sampler as sampling
 from core.blocks import block_shape, block_size, sizes_of
-from core.chains.pages import decode_pages, page_sizes, prefill_pages
-from core.chains.turns import turn_steps
 from core.config import Config
 from core.extensions import teacher as teachers
 from core.extensions.teacher import StateLearner, TaughtLearner
@@ -103,6 +101,9 @@ def page_programs(sampler: Sampler, params: PyTree, num_rows: int, tokens_per_tu
 
     `params`: arrays or their shapes; `tokens_per_turn`: their limit; 0: none.
     """
+    from core.chains.pages import decode_pages, page_sizes, prefill_pages
+    from core.chains.turns import turn_steps
+
     layout, model = sampler.layout, sampler.model
     sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
     sizes = sizes._replace(steps=turn_steps(sampler, sizes, tokens_per_turn))

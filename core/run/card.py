@@ -24,7 +24,7 @@ from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords, load_yaml
 from utils.settings.config import changed_options
 
-GRPO, SFT, DPO = "core/grpo.py", "core/sft.py", "core/dpo.py"  # commands that train
+GRPO, SFT, DPO = "core/grpo.py", "core/sft.py", "recipes/preferences/dpo.py"  # commands that train
 METHODS = {  # command: its name in the title, and tags
     GRPO: ("reinforcement learning", ("grpo", "reinforcement-learning", "lmpo")),
     SFT: ("supervised fine-tuning", ("sft", "lmpo")),
@@ -32,7 +32,7 @@ METHODS = {  # command: its name in the title, and tags
 }
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
-LOSS = "test_data/loss"  # metric of core/sft.py and core/dpo.py
+LOSS = "test_data/loss"  # metric of core/sft.py and of preferences
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 ORIGIN = ("base_model", "license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

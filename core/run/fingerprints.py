@@ -4,16 +4,19 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from envs.base import Env
-from envs.data.messages import Messages
 from envs.prompts import Encode
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.runs.resume import read_before, refuse_changes
 from utils.settings.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from envs.data.messages import Messages
 
 NUM_RENDERED = 16  # prompts whose tokens are compared
 NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
@@ -27,7 +30,7 @@ def fingerprint_env(env: Env) -> str:
     return f"{env.num_tasks:,} problems, digest {digest_of(*texts)}"
 
 
-def fingerprint_rows(rows: Sequence[Messages]) -> str:
+def fingerprint_rows(rows: "Sequence[Messages]") -> str:
     """Returns the number of conversations and a digest of their messages and tools."""
     text = json.dumps([[row, row.tools] for row in rows], sort_keys=True, default=stable)
     return f"{counted(len(rows), 'conversation')}, digest {digest_of(text.encode())}"

@@ -1,6 +1,6 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-config.json  data.json  metrics.jsonl  events.jsonl  plot.png  report.html
+config.json  data.json  metrics.jsonl  events.jsonl  report.html
 rollouts/step_N.jsonl and .npz, held_out_N.jsonl and .npz
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
@@ -44,8 +44,7 @@ from models.memory import gigabytes
 from models.names import CRITIC, LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
 from models.state import TrainState
-from models.templates import date_prompts
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, date_prompts
 from utils.devices.compilation import Compiler, Programs, forget_programs
 from utils.devices.compile_log import Compilations, compile_metrics, describe_programs
 from utils.devices.sharding import Layout
@@ -56,7 +55,6 @@ from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import held_out_scores, judge_segment, write_report
-from utils.reporting.plots import plot_runs
 from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import NUM_STATES, CheckpointManager
@@ -70,7 +68,7 @@ from utils.runs.stopping import STOPPED, check_rules, metric_names, parse_rules
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
-from utils.settings.errors import UserError, counted, describe_file_error, is_installed
+from utils.settings.errors import UserError, counted, describe_file_error
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
@@ -80,7 +78,7 @@ PHASES = {  # phases of a step, and the names shown while they run
 FIRST = ("rollout", "data")  # phases that a step begins with
 CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # tokens of a step: minutes of sampling for models/tiny on two cores
-DRAWING_INTERVAL = 60  # seconds at least between two versions of plot.png and report.html
+DRAWING_INTERVAL = 60  # seconds at least between two versions of report.html
 NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 SCORED = ("data", "env", "held_out", "sampling", "eval", "rewards")  # groups of options that change what scores mean
 SELECTION_SCORE = "test_env/return"  # score by which --save_best chooses
@@ -660,17 +658,15 @@ class Run:
         self.logger.warn(self.logger.step + 1, "loss", text)
 
     def draw(self) -> None:
-        """Draws plot.png and report.html anew, so seldom that it costs a run a hundredth of its time at most."""
+        """Draws report.html anew, so seldom that it costs a run a hundredth of its time at most."""
         clock = time.monotonic()
         self.next_drawing = clock + DRAWING_INTERVAL
         if not self.layout.is_main:
             return
         try:
-            metrics = read_metrics(self.directory / "metrics.jsonl")
-            plot_runs({self.directory.resolve().name: metrics}, self.directory / "plot.png")
             write_report([self.directory], self.directory / "report.html")
-        except Exception as error:  # noqa: BLE001 (pictures can be drawn later, and must not stop a run)
-            print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
+        except Exception as error:  # noqa: BLE001 (it can be drawn later, and must not stop a run)
+            print(f"warning: report.html is not drawn ({type(error).__name__}: {error})", flush=True)
         self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
     def print_summary(self, progress: Progress, state: TrainState) -> None:
@@ -689,19 +685,16 @@ class Run:
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
-        self.print(*next_commands(self.model_dir, model, self.settings))
+        self.print(*next_commands(model, self.settings))
 
 
-def next_commands(base: str, model: str, settings: Mapping[str, Value]) -> list[str]:
-    """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores.
+def next_commands(model: str, settings: Mapping[str, Value]) -> list[str]:
+    """Returns commands for a trained model: a chat, and its scores.
 
-    A run without an environment has no scores: core/eval.py would take its default environment. Only commands whose
-    packages are installed are printed.
+    A run without an environment has no scores: core/eval.py would take its default environment.
     """
     root = Path(os.path.relpath(Path(__file__).parents[2]))
     commands = {"chat:": ("core/sampling.py", "--ckpt_dir", model)}
-    if is_installed("starlette") and is_installed("uvicorn"):
-        commands["side by side:"] = ("core/chat_web.py", "--ckpt_dir", f"{base},{model}")
     if settings["env_name"]:
         played = {name: value for name, value in as_held_out(settings).items() if name in options_of(EnvConfig)}
         commands["evaluate:"] = ("core/eval.py", "--model_dir", model, *words_of(code_settings(played)))

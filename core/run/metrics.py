@@ -7,9 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from core.records import Batch, Episodes
-from models.architecture import Decoder
-from models.speed import PEAKS, decode_seconds, limits_of
-from utils.batching import measure_rows
+from models.speed import PEAKS
 from utils.devices.sharding import Layout
 
 
@@ -90,34 +88,20 @@ def loss_metrics(logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T
     return {"test_data/loss": float(loss), "test_data/loss_ci": float(1.96 * error)}
 
 
-def speed_metrics(
-    model: Decoder,
-    layout: Layout,
-    rollout_layout: Layout,
-    episodes: Episodes,
-    metrics: Mapping[str, float],
-) -> dict[str, float]:
-    """Returns the rates of a step, and shares of the least seconds that the devices need in those that it took.
+def speed_metrics(layout: Layout, episodes: Episodes, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the rates of a step; `mfu` is by the nominal rate of the devices.
 
-    Work is that of the tokens that are there, without padding and recomputation; `mfu` is by the nominal rate.
+    Work is that of the tokens that are there, without padding and recomputation.
     """
-    completions = episodes.completions
-    num_tokens = episodes.completion_lengths.sum()
-    is_sampled, limits = np.any(completions.slot_steps), limits_of(layout, model.dtype)
-    speed = {"speed/occupancy": float(num_tokens / np.sum(completions.slot_steps))} if is_sampled else {}
-    if is_sampled and limits:
-        arrays = completions.tokens, completions.prompt_lengths, completions.lengths, completions.mask
-        seconds = decode_seconds(model, measure_rows(*map(np.asarray, arrays)), limits) / rollout_layout.mesh.size
-        speed["speed/decode_roofline"] = seconds / episodes.times["rollout"]
+    speed, slot_steps = {}, np.sum(episodes.completions.slot_steps)
+    if slot_steps:
+        speed["speed/occupancy"] = float(episodes.completion_lengths.sum() / slot_steps)
     if metrics.get("num_updates"):
         flops = metrics["num_updates"] * metrics["speed/flops"] / metrics["times/update"]
         speed["speed/update_tflops"] = flops / 1e12
-        flops /= layout.mesh.size
-        if limits:
-            speed["speed/update_roofline"] = flops / limits.flops
         device_kind = layout.mesh.devices.flat[0].device_kind
         if device_kind in PEAKS:
-            speed["speed/mfu"] = flops / PEAKS[device_kind][0]
+            speed["speed/mfu"] = flops / layout.mesh.size / PEAKS[device_kind][0]
     return speed
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +12,12 @@ from core.records import Batch, Completions, Episodes
 from core.rollout import RolloutWorker
 from envs.base import Env
 from models.tokenizer import Tokenizer
-from utils.evaluation.tables import Result
 from utils.files import read_arrays
 from utils.metrics.jsonl import JSON, JSONRow, read_lines
 from utils.settings.errors import UserError
+
+if TYPE_CHECKING:
+    from utils.evaluation.tables import Result
 
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
 OF_ROLLOUTS = ("tasks", "positions")  # the other arrays that are checked have a value for each row
@@ -223,7 +226,7 @@ def transcript(episodes: Episodes, row: int, from_turn: int = 0) -> str:
     return "\n".join(lines)
 
 
-def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:
+def write_samples(file: str, result: "Result", worker: RolloutWorker, episodes: Episodes) -> None:
     """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
     num_samples = len(episodes.task_ids) // len(result.ids)
     completions = episodes.completions

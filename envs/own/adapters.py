@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol, Self
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.messages import Message
 from envs.data.rows import JSON, RawRow
-from envs.own.gyms import call
 from envs.own_code import as_number, wrong_return
 from envs.tools.episode import CallError, LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed, parse_call
 
@@ -268,11 +267,17 @@ class Adapter:
     idle: list[Resettable] = field(default_factory=list)  # the pool
 
     def traits(self) -> Traits:
-        """Returns traits of a new object. Raises: AttributeError without a `reset`, and errors of its constructor."""
+        """Returns traits of a new object.
+
+        Raises: AttributeError without a `reset`, TypeError for other actions than texts, errors of its constructor.
+        """
         environment = self.factory()
         self.idle.append(environment)
         if not callable(getattr(environment, "reset", None)):
             raise AttributeError("they have no method reset")
+        space = getattr(environment, "action_space", None)
+        if hasattr(environment, "get_observation") or hasattr(space, "sample") and not hasattr(space, "characters"):
+            raise TypeError("their actions are no texts: name as_gym(CLASS) instead, see recipes/gyms/README.md")
         if has_steps(environment):
             return Traits(True, (), True)
         return Traits(False, tuple(tool_methods(environment)), hasattr(environment, "get_reward"))
@@ -301,3 +306,18 @@ def extended(messages: list[Message], observed: list[Message], separator: str) -
         return messages + observed
     content = last["content"] + separator + first["content"]
     return [*messages[:-1], {"role": "user", "content": content}, *observed[1:]]
+
+
+def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:
+    """Calls a function with the arguments that it takes, and returns its result."""
+    taken = parameters(function)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    return completed(function(**{name: value for name, value in arguments.items() if takes_all or name in taken}))
+
+
+def parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function or a class; none if Python cannot read them."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}

@@ -36,7 +36,6 @@ from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
 from envs.own.adapters import Adapter, Played
 from envs.own.functions import KeyColumns, RewardFunctions, is_correct
-from envs.own.gyms import as_gym
 from envs.own_code import code_files, load_object, read_names, with_passed_variables
 from envs.tools.episode import ToolSettings
 from utils.settings.errors import UserError, check_installed, describe_error
@@ -140,7 +139,7 @@ class Dataset(Env):
         named, *others = read_names(episode, "--episode", "class")
         if others:
             raise UserError(f"--episode {episode} names several classes: name one")
-        self.adapter = Adapter(as_gym(load_object(named, "--episode", "class")), settings)
+        self.adapter = Adapter(load_object(named, "--episode", "class"), settings)
         self.max_turns = max_turns
         try:
             with with_passed_variables():

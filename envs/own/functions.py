@@ -28,8 +28,7 @@ from typing import NamedTuple
 from envs.base import NOT_APPLICABLE, Env, Problem
 from envs.data.files import JSON, RawRow
 from envs.data.messages import get_column, has_column
-from envs.own.adapters import Adapter, Played
-from envs.own.gyms import as_gym, call, parameters
+from envs.own.adapters import Adapter, Played, call, parameters
 from envs.own_code import (
     ROOT,
     Named,
@@ -405,7 +404,7 @@ def report(writer: str, rewards: str, episode: str) -> None:
         for named in read_names(episode, "--episode", "class") if episode else ():
             made = load_object(named, "--episode", "class")
             with contextlib.suppress(Exception):  # which the run meets, too
-                Adapter(as_gym(made), ToolSettings()).traits()
+                Adapter(made, ToolSettings()).traits()
         message = ["", *map(dataclasses.astuple, signatures)]
     except UserError as error:
         message = [str(error)]

@@ -25,11 +25,10 @@ if __name__ == "__main__":
 from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
-from envs import guess
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
 from envs.tools.episode import ToolEpisode
 from models.tokenizer import Tokenizer
-from recipes.games import calculator, gridworld, tictactoe
+from recipes.games import calculator, gridworld, guess, tictactoe
 from runs.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

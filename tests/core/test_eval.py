@@ -20,9 +20,7 @@ import pytest
 import scipy.stats
 
 from core import eval as evaluation
-from core.chat_web import trained_settings
 from core.config import Config
-from core.dpo import DPOConfig
 from core.eval import EvalCommand
 from core.run.metrics import explained_variance
 from core.run.rollouts import json_or_text
@@ -31,9 +29,11 @@ from envs import ENVS, find_class
 from envs.base import Env
 from envs.settings import CODE, EnvConfig
 from envs.style import Style, Styled
+from extras.chat_web import trained_settings
 from extras.replay import ReplayCommand
 from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints
+from recipes.preferences.dpo import DPOConfig
 from tests.helpers import ROOT, read_jsonl
 from tests.kill_runs import FLAGS, QUICK, arguments, reached, start
 from tests.oracles.enumeration import vote
@@ -460,7 +460,12 @@ CODE_SETTINGS = {  # the flag that has to be named, and the settings of a run
     "held-out problems": ("test_env_options", HELD_OUT | {"test_env_options": f"reward={REWARD}"}),
     "others evaluated": ("also_eval", HELD_OUT | {"also_eval": f"dataset({ROWS},reward={REWARD})"}),
 }
-CONFIGS = {"core/grpo.py": Config, "core/sft.py": SFTConfig, "core/dpo.py": DPOConfig, "core/eval.py": EvalCommand}
+CONFIGS = {
+    "core/grpo.py": Config,
+    "core/sft.py": SFTConfig,
+    "recipes/preferences/dpo.py": DPOConfig,
+    "core/eval.py": EvalCommand,
+}
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 
 from core import grpo
 from core.records import Completions, Episodes
-from core.run import metrics
 from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
@@ -27,11 +26,10 @@ from models.checkpoint import save_model
 from models.deltanet import RecurrentState
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
-from models.speed import Limits, decode_seconds, training_flops
+from models.speed import PEAKS, training_flops
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT, read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments, start
-from utils.batching import RowSizes
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations, compile_metrics
 from utils.devices.sharding import single_device
@@ -74,59 +72,7 @@ def test_token_is_multiplied_by_its_own_experts_adapters():
     assert adapter_parameters(model) == attention + 3 * 4 * 2 * 3 * (128 + 96)
 
 
-@pytest.mark.parametrize("window", [0, 4])
-def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
-    """In float64: two rows of a prompt, one with an observation, and a row without a completion."""
-    kinds = ("full_attention", "sliding_attention", "full_attention") if window else ()
-    model = replace(MODEL, layer_types=kinds, sliding_window=window)
-    limits = Limits(0.75, 1.0)  # two rows are bound by products with weights, one row by their bytes
-    prompts = np.array([0, 0, 1])
-    prompt_lengths = np.array([3, 3, 5])
-    lengths = np.array([7, 8, 5])
-    drawn = [
-        [3, 4, 5, 6],
-        [3, 6, 7],
-        [],
-    ]  # the second row's columns 4 and 5 are an observation
-    head = 512 * 128
-    layers = 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
-    expected = 0.0
-    at_once = {(prompts[row], c, c) for row in range(3) for c in range(1, prompt_lengths[row])}
-    read, products = np.zeros(3), np.zeros(3)  # of attention, by layer
-    seen = [lambda c: range(c), lambda c: range(max(0, c - window) if window else 0, c), lambda c: range(c)]
-    for step in range(4):
-        live = [(row, columns[step]) for row, columns in enumerate(drawn) if step < len(columns)]
-        expected += max(2 * layers * len(live) / 0.75, 4 * layers)
-        expected += max(2 * head * len(live) / 0.75, 4 * (head + 512 * len(live)))
-        for layer, of_column in enumerate(seen):
-            keys = {(prompts[row] if c < 3 else (row, "own"), c) for row, column in live for c in of_column(column)}
-            read[layer] += len(keys) * 2 * 2 * 32 * 4
-            products[layer] += sum(len(of_column(column)) for _, column in live) * 4 * 4 * 32
-    at_once |= {("observed", 4, 4), ("observed", 5, 5)}
-    expected += np.maximum(products / 0.75, read).sum() + len(at_once) * 2 * layers / 0.75
-    expected += sum(len(of_column(c)) * 4 * 4 * 32 for of_column in seen for *_, c in at_once) / 0.75
-    is_target = np.zeros((3, 16), bool)
-    for row, columns in enumerate(drawn):
-        is_target[row, columns] = True
-    for width in (8, 16):
-        rows = RowSizes(prompts, prompt_lengths, lengths, is_target[:, :width])
-        assert decode_seconds(model, rows, limits) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_step_reads_each_expert_once_at_most_and_states_twice():
-    prompts = np.array([3, 5])
-    lengths = np.array([4, 7])
-    columns = np.arange(7)
-    rows = RowSizes(np.arange(2), prompts, lengths, (columns >= prompts[:, None]) & (columns < lengths[:, None]))
-    in_bytes = Limits(np.inf, 1)
-    expert = 4 * 3 * 3 * 128 * 96
-    router = 4 * 3 * 6 * 128
-    others = decode_seconds(replace(MODEL, intermediate_size=0), rows, in_bytes) + 2 * router
-    # Two rows choose 8 of the 6 experts, which are all of them; one row chooses 4.
-    assert decode_seconds(EXPERTS, rows, in_bytes) == others + (6 + 4) * expert
-
-
-def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
+def test_share_of_the_nominal_rate_is_that_of_a_device_that_is_known(monkeypatch):
     prompt_lengths = np.array([2, 2])
     lengths = np.array([4, 5])
     tokens = np.ones((2, 5), int)
@@ -153,15 +99,12 @@ def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
         times={"rollout": 2.0},
     )
     update = {"num_updates": 3, "speed/flops": 8e12, "times/update": 4.0}
-    settings = MODEL, single_device(), single_device(), episodes
-    assert set(speed_metrics(*settings, update)) == {"speed/occupancy", "speed/update_tflops"}, "a CPU is not measured"
-    limits = Limits(60e12, 3e12)
-    # Limits of a device that is known.
-    monkeypatch.setattr(metrics, "limits_of", lambda *_: limits)
-    speed = speed_metrics(*settings, update)
-    rows = RowSizes(np.zeros(2, int), prompt_lengths, lengths, mask)
-    assert speed["speed/decode_roofline"] == decode_seconds(MODEL, rows, limits) / 2
-    assert speed["speed/update_roofline"] == pytest.approx(3 * 8 / 4 / 60)
+    layout = single_device()
+    speed = speed_metrics(layout, episodes, update)
+    assert speed == {"speed/occupancy": 5 / 8, "speed/update_tflops": 6.0}
+    # A device that is in the table.
+    monkeypatch.setitem(PEAKS, layout.mesh.devices.flat[0].device_kind, (60e12, 3e12))
+    assert speed_metrics(layout, episodes, update)["speed/mfu"] == pytest.approx(3 * 8 / 4 / 60)
 
 
 def test_a_token_is_multiplied_by_its_own_experts_only():
@@ -196,7 +139,7 @@ def test_occupancy_is_the_share_of_slots_that_sampled():
         failures={},
         times={"rollout": 2.0},
     )
-    speed = speed_metrics(model, single_device(), single_device(), episodes, {})
+    speed = speed_metrics(single_device(), episodes, {})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
 
 

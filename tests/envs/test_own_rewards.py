@@ -69,6 +69,16 @@ def raises_for_a(completions): return [1 / (c != "a") + len(completions) for c i
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder of a reward and its rows, whose modules are forgotten afterwards, as in a new process."""
+    modules, paths = {*sys.modules}, [*sys.path]
+    yield fill(tmp_path)
+    sys.path[:] = paths
+    for name in {*sys.modules} - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def fill(tmp_path):
     (tmp_path / "own.py").write_text(REWARDS)
     rows = [json.dumps({"prompt": f"{i} + 1", "answer": str(i)}) for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -301,32 +311,40 @@ def test_a_benchmark_beside_own_rewards_keeps_its_grader(folder):
     assert "reward" in config.options("countdown-test")
 
 
-def test_the_modules_beside_a_file_are_its_own(folder):
-    """Also those with the names of this repository's packages, from functions, and relative ones."""
-    (folder / "utils.py").write_text("import envs\nvalue = envs.value + 1\n")
-    (folder / "envs.py").write_text("value = 1\n")
+def test_a_file_imports_the_modules_beside_it(folder):
+    """Those of packages too, and from functions; what they read belongs to the code of the reward."""
+    (folder / "own_helpers.py").write_text("import more\nvalue = more.value + 1\n")
+    (folder / "more.py").write_text("value = 1\n")
     (folder / "parts").mkdir()
     (folder / "parts" / "__init__.py").write_text("from .inner import three\n")
-    (folder / "parts" / "inner.py").write_text("from utils import value\nthree = value + 1\n")
+    (folder / "parts" / "inner.py").write_text("from own_helpers import value\nthree = value + 1\n")
     (folder / "late.py").write_text("four = 4\n")
     (folder / "own.py").write_text(
-        "import json, utils\nfrom .utils import value\nfrom parts import inner\nimport parts.inner as again\n"
+        "import json, own_helpers\nfrom own_helpers import value\n"
+        "from parts import inner\nimport parts.inner as again\n"
         "def f(completion, **row):\n"
         "    from late import four\n"
-        "    return [utils.value, value, inner.three, again.three, four] == [2, 2, 3, 3, 4]\n"
+        "    return [own_helpers.value, value, inner.three, again.three, four] == [2, 2, 3, 3, 4]\n"
     )
     env = dataset(folder, "f")
     assert returns(env, "a") == [1.0]
-    import envs
-
-    assert envs.make_env is make_env
-    names = ["own.py", "utils.py", "parts/__init__.py", "parts/inner.py", "late.py", "envs.py"]
+    names = ["own.py", "own_helpers.py", "parts/__init__.py", "parts/inner.py", "late.py", "more.py"]
     files = code_files(f"{folder / 'own.py'}:f")
     assert sorted(files) == sorted(folder / name for name in names)
     before = fingerprint_code(env)
     (folder / "late.py").write_text("four = 5\n")
     after = fingerprint_code(env)
     assert [file for file in before if before[file] != after[file]] == [str(folder / "late.py")]
+
+
+@pytest.mark.parametrize("name", ["utils.py", "models/more.py"])
+def test_a_module_with_the_name_of_a_package_of_lmpo_is_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    module = name.removesuffix(".py").replace("/", ".")
+    (folder / "own.py").write_text(f"import {module}\ndef f(completion, **row): return 1.0")
+    with pytest.raises(UserError, match=rf"own.py imports {folder}/{name.split('/')[0]}, .* has this name: rename it"):
+        dataset(folder, "f")
 
 
 def test_a_reward_may_spawn_processes_and_be_a_file_of_a_package(folder):

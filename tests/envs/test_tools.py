@@ -692,77 +692,10 @@ def test_rows_of_episodes_may_repeat_and_need_no_prompt(tmp_path):
     assert env.num_tasks == 25
 
 
-NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
-ECHOED = '{"text": "%s", "length": %d}'
-LIBRARIES = [  # class as another library has it, end of the prompt, replies with what is said (None: the end) and paid
-    ("Wrapped", r"Seed \d+, 2 left\.", [("a", "1 left.\n7", 0), ("b", None, 0.75)]),
-    (
-        "Lake",
-        r"\(Down\)\n\[41m0\]",
-        [
-            ("go 1", "(Down)\n[41m1]", 0.5),
-            ("0", NO_NUMBER, 0),
-            ("x", NO_NUMBER, 0),
-        ],
-    ),
-    (
-        "Lake",
-        r".*\n\[41m0\]",
-        [
-            ("9" * 5000, NO_NUMBER, 0),
-            ("1 or 3", "(Down)\n[41m3]", 0.5),
-            ("3", None, 0.5),
-        ],
-    ),
-    ("Table", "0", [("2", "7, [1, 2], 2", 0.5), ("2", None, 0.5)]),
-    ("Echoes", "Ready", [("{", ECHOED % ("{", 1), 1), ("end", None, 1)]),
-    ("EchoClient", r"\['answer', 'prompt', 'seed', .*\]", [("hi\n", ECHOED % ("hi\\n", 3), 1), ("end", None, 1)]),
-    ("SyncClient", r"\['answer', 'prompt', 'seed', .*\]", [("hi", ECHOED % ("hi", 2), 1), ("end", None, 1)]),
-    ("DictClient", r"\['answer.*\]", [('{"message": "hi"}', ECHOED % ("hi", 2), 1), ('{"message": "end"}', None, 1)]),
-    (
-        "Moves",
-        "Ready",
-        [
-            (" 3\n", "3 False", 0.25),
-            ('{"x": 4, "fast": true}', "4 True", 0.25),
-            ("6", None, 0.25),
-        ],
-    ),
-    ("Sky", r"Begin\.", [("5", "No.", 0), ("it is 3", None, 1)]),
-]
-
-
-@pytest.mark.parametrize(("name", "first", "turns"), LIBRARIES)
-def test_environments_of_other_libraries_run_as_they_are(rows, name, first, turns):
-    env = dataset(rows, name)
-    assert re.fullmatch(rf"Task 3\. \n{first}", opening(env))
-    steps = played(env, [Reply(text) for text, _, _ in turns])
-    for step, (_, said, reward) in zip(steps, turns, strict=True):
-        assert (step.done, contents(step)) == ((True, []) if said is None else (False, [said]))
-        assert step.reward == reward
-    assert steps == replayed(env, [Reply(text) for text, _, _ in turns])
-
-
-NO_ACTIONS = ["", "x", "[1]", '{"x": 1, "y": 2}', "{" * 9999, "[" * 99999, '{"x": NaN}', "9" * 9999]
-
-
-@pytest.mark.parametrize("reply", NO_ACTIONS)
-def test_game_goes_on_if_a_reply_is_no_action(rows, reply):
-    env = dataset(rows, "Moves")
-    episode = env.episode(env.problem(0), 0)
-    step = episode.step(reply)
-    assert not step.done
-    assert step.reward == 0
-    assert contents(step)[0].startswith("{'error': ")
-    assert len(contents(step)[0]) < 300
-    assert contents(episode.step("3")) == ["3 False"]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Boxed", "its actions are .*, and a reply is a text or a number"),
-        ("ToolClient", "its actions are calls of tools: write a class with a method for each"),
+        ("Numbers", r"their actions are no texts: name as_gym\(CLASS\) instead, see recipes/gyms/README.md"),
         ("Missing", "has no class Missing"),
         ("NeedsArguments", "cannot be made or reset .TypeError: .*url"),
         ("SimpleNamespace", "cannot be made or reset .AttributeError: they have no method reset"),

@@ -9,12 +9,11 @@ import importlib.util
 import io
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from core.config import Config
 from core.sampling import SamplingCommand
 from core.sft import SFTConfig
 from envs import make_env
-from models import templates
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.settings.config import parse
@@ -204,41 +202,6 @@ TEMPLATES = {
     "zero": "{{ 1 / 0 }}",
     "sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "repeated": "{{ 'a' * 10**9 }}",
-    "repeated later": "{{ messages[0].role * 1000000000 }}",
-    "filter": "{{ 'a' | center(10**9) }}",
-    "flood": "{{ 'a' * 10**7 }}",
-    "doubled": "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "range": "{{ range(10**9) | list }}",
-}
-SHARED = "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
-LATER = {name: text for name, text in TEMPLATES.items() if name not in ("syntax", "unclosed", "unknown filter")} | {
-    "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "blocks": "{% set s = 'aa' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 50,
-    "list": "{{ ([0] * 10**10) | length }}",
-    "width": "{{ '%1000000000d' % 1 }}",
-    "width of a field": "{{ '{:>1000000000}'.format(1) }}",
-    "width of a filter": "{{ '%1000000000d' | format(1) }}",
-    "method": "{{ 'a'.center(10**9) }}",
-    "replaced": "{% set s = 'a' * 10**5 %}{{ s.replace('a', s) }}",
-    "joined by a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | join(s) }}",
-    "joined by a filter of a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | map('string') | join(s) }}",
-    "mapped": "{% set s = '7' * 10**4 %}{{ range(99999) | map('replace', '7', s) | join }}",
-    "batch": "{{ [1] | batch(10**9, 0) | list | length }}",
-    "slices": "{{ [1] | slice(10**9) | list | length }}",
-    "indent": "{{ messages | tojson(indent=10**9) }}",
-    "power": "{{ (10 ** 10000000000) | string | length }}",
-    "filler": "{{ lipsum(10**6) }}",
-    "quotient": "{{ (2**50000000 // 3**15000000) > 1 }}",
-    "digits": "{{ 1.5 | round(10**9, 'ceil') }}",
-    "sum of lists": "{{ ([[0] * 1000] * 20000) | sum(start=[]) }}",
-    "shared lists": SHARED + "{{ n.x | tojson | length }}",
-    "hash of tuples": SHARED.replace("[n.x, n.x]", "(n.x, n.x)").replace("[1]", "1") + "{{ {n.x: 1} | length }}",
-    "equal tuples": SHARED + SHARED.replace("n.", "m.").replace(" n ", " m ") + "{{ n.x == m.x }}",
-    "translated": "{{ ('a' * 10**7).translate({97: 'b' * 10**5}) }}",
-    "nested": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
-    "called": "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(9) }}",
 }
 MODELS: dict[str, Edit] = {
     **{f"{CONFIG} {kind}": replace(CONFIG, content) for kind, content in CONTENTS.items()},
@@ -307,25 +270,6 @@ MODELS: dict[str, Edit] = {
 }
 
 
-IMPATIENT = """
-import sys
-sys.path[0] = sys.argv[1]
-from models import templates
-templates.SECONDS = 0.15
-templates.serve()
-"""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def impatient() -> Iterator[None]:
-    """Ends a template after less CPU time than in a run: two dozen of the table would take a second each."""
-    templates.RENDERER.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates, "PROCESS", IMPATIENT)  # the limit is read in the process that renders
-        yield
-        templates.RENDERER.close()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models") / "model"
@@ -339,36 +283,6 @@ def test_a_malformed_model_folder_ends_in_one_sentence(name, folder):
     line = outcome(lambda: load_model(folder))
     assert line.startswith("error: ")
     assert str(folder) in line, line or "it was loaded"
-
-
-KNOWN = "{% if messages[0].content == '1 + 1' %}{{ messages[0].content }}{% else %}BODY{% endif %}"
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_template_that_harms_later_ends_in_one_sentence(name, folder):
-    """It allows for the conversation that is rendered at load; some are folded to constants then."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(MODEL, folder)
-    replace("chat_template.jinja", KNOWN.replace("BODY", LATER[name]))(folder)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match="the model's chat template fails"):
-        load_tokenizer(folder).render([{"role": "user", "content": "1 + 2"}], False)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16, "KiB"
-
-
-def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(MODEL, folder)
-    long = "{{ messages[0].content + 'a' * messages[0].content | int }}"
-    bodies = SHARED + "{{ n.x | tojson }}", "{{ raise_exception('no') }}", long
-    tokenizers = []
-    for body in bodies:
-        replace("chat_template.jinja", KNOWN.replace("BODY", body))(folder)
-        tokenizers.append(load_tokenizer(folder))
-    for tokenizer, reason in zip(tokenizers, ("TimeoutError: ", "TemplateError: no", "MemoryError"), strict=True):
-        with pytest.raises(UserError, match=reason):
-            tokenizer.render([{"role": "user", "content": "2000000000"}], False)
-        assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from core import eval, grpo, sampling
-from core.chat_web import PageCommand
-from core.dpo import DPOConfig
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
+from extras.chat_web import PageCommand
 from extras.replay import ReplayCommand
 from models.speed import PEAKS
+from recipes.preferences.dpo import DPOConfig
 from utils.devices import startup
 from utils.settings.checks import check_password, hide_passwords
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options

@@ -2,11 +2,8 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,7 +13,7 @@ import pytest
 from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import plot_runs
+from utils.settings.errors import user_errors
 
 
 def lines(folder) -> list[dict]:
@@ -53,7 +50,6 @@ def test_resuming_drops_repeated_steps_and_half_lines(tmp_path):
 
 DAMAGE = {  # of the line of step 1
     "a byte that is not UTF-8": lambda line: b"\xff" + line,
-    "nested": lambda line: b"[" * 100_000,
     "not an object": lambda line: b"[1, 2]",
     "no step": lambda line: b'{"x": 1}',
     "a step that is text": lambda line: b'{"global_step": "1"}',
@@ -72,7 +68,7 @@ def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
     file.write_bytes(intact[0] + DAMAGE[kind](intact[1][:-1]) + b"\n" + intact[2])
     readers = (
         lambda: write_report([tmp_path], tmp_path / "report.html"),
-        lambda: plot_runs({"run": read_metrics(file)}, tmp_path / "plot.png"),
+        lambda: read_metrics(file),
         lambda: Logger(tmp_path, resume_step=2).close(),
     )
     for read in readers:
@@ -205,7 +201,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     terminal.isatty = lambda: False
     # What a terminal gets.
     monkeypatch.setattr(sys, "stdout", terminal)
-    with Logger(tmp_path) as logger:
+    with user_errors(), Logger(tmp_path) as logger:  # it makes a "?" of what the terminal lacks
         logger.sample("step 1", "prompt é", hostile, 1.0)
     terminal.seek(0)
     shown = terminal.read()
@@ -230,56 +226,6 @@ def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
 
 def test_printable_keeps_ordinary_text():
     assert printable("5 × 3 = 15 ✓\n\t你好") == "5 × 3 = 15 ✓\n\t你好"
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {},
-        {"env/return": float("nan")},
-        {"env/return": 1.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.1},
-    ],
-)
-def test_what_was_logged_can_be_drawn(tmp_path, metrics):
-    with Logger(tmp_path) as logger:
-        for step in range(3):
-            logger.log(step, metrics)
-    plot_runs({"run": read_metrics(tmp_path / "metrics.jsonl")}, tmp_path / "plot.png")
-    header = (tmp_path / "plot.png").read_bytes()[:24]
-    assert header[1:4] == b"PNG"
-    assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
-
-
-def test_picture_does_not_depend_on_the_backend_of_a_notebook(tmp_path):
-    """Jupyter hands MPLBACKEND on to the commands of a cell, in whose environment its backend may be missing."""
-    code = "import sys; from utils.reporting.plots import plot_runs; plot_runs({'a': {}}, sys.argv[1])"
-    environment = os.environ | {"MPLBACKEND": "module://nowhere.backend_inline"}
-    command = [sys.executable, "-c", code, str(tmp_path / "plot.png")]
-    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
-    assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_single_run_is_titled_and_held_out_scores_are_dotted(tmp_path, monkeypatch):
-    figures = []
-    # Keeps the figures.
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
-    steps = np.arange(3.0)
-    run = {"test_env/return": (steps, steps), "env/return": (steps, steps)}
-    plot_runs({"a": run}, tmp_path / "one.png")
-    plot_runs({"a": run, "b": run}, tmp_path / "two.png")
-    legends = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
-    assert legends[0] == ["training", "held out"]
-    assert [figure.get_suptitle() for figure in figures] == ["a", ""]
-    assert legends[1] == ["a (training)", "b (training)", "a (held out)", "b (held out)"]
-    styles = {line.get_linestyle() for line in figures[0].axes[0].lines if line.get_marker() == "o"}
-    assert styles == {":"}
-
-
-@pytest.mark.filterwarnings("error")
-def test_many_runs_fit_into_one_picture(tmp_path):
-    steps = np.arange(3.0)
-    runs = {f"seed={seed}": {"test_env/return": (steps, steps), "env/return": (steps, steps)} for seed in range(45)}
-    plot_runs(runs, tmp_path / "population.png")
 
 
 def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from jaxtyping import Float, Int
 
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_difference
 from utils.metrics.jsonl import JSON
-from utils.metrics.logger import writable
 from utils.settings.errors import counted
 
 TableRow = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
@@ -62,7 +60,7 @@ def write_results(results: Sequence[Result], seed: int, path: str) -> None:
     if len(results) > 1:
         objects = compare_results(results, seed)
         report = format_report(objects)
-        print(writable("\n" + report, sys.stdout))
+        print("\n" + report)
     else:
         objects = results[0].metrics
     if path:

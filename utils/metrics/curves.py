@@ -1,13 +1,11 @@
 """The metrics of a run as curves: values by step, intervals of held-out scores, running means, numbers as text."""
 
-from array import array
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 
 from utils.metrics.jsonl import read_lines
-from utils.settings.errors import UserError
 
 MAIN = (  # (held out, training)
     ("test_env/correct_answer", "env/correct_answer"),
@@ -15,11 +13,9 @@ MAIN = (  # (held out, training)
 )
 LOSS = ("test_data/loss", "data/loss")  # the same of written replies: lower is better
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
-Column = tuple["array[float]", "array[float]"]  # the same as they are read
 Curves = dict[str, Series]  # of a run, by the name of the metric
 Interval = tuple[float, float]  # its ends
-MAX_METRICS = 2000  # others are left out
-MAX_NUMBERS = 5 * 10**7
+COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")  # of runs
 WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
@@ -27,31 +23,20 @@ def read_metrics(metrics_jsonl: str | Path) -> Curves:
     """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
 
     A step of training without a value, as one without an update, is NaN too; held-out scores are of some steps only.
-    Raises: UserError naming the file if it holds more than MAX_NUMBERS, OSError.
     """
-    columns: dict[str, Column] = {}
-    for _, record in read_lines(metrics_jsonl, key="global_step"):
+    columns: dict[str, dict[int, float]] = {}
+    records = [record for _, record in read_lines(metrics_jsonl, key="global_step")]
+    for record in sorted(records, key=lambda record: record["global_step"]):  # of equal steps the last one counts
+        step = record["global_step"]
         for name, value in record.items():
-            if (value is None or isinstance(value, int | float)) and (name in columns or len(columns) < MAX_METRICS):
-                steps, values = columns.setdefault(name, (array("d"), array("d")))
-                steps.append(record["global_step"])
-                values.append(np.nan if value is None else value)
-    run = {name: last_values(*column) for name, column in columns.items()}
-    all_steps = run["global_step"][0] if run else np.zeros(0)
-    if len(run) * len(all_steps) > MAX_NUMBERS:
-        raise UserError(f"{metrics_jsonl} has {len(all_steps):,} steps of {len(run):,} metrics: plot a file with fewer")
-    for name, (steps, values) in run.items():
-        if not is_held_out(name):
-            own_steps = all_steps[np.searchsorted(all_steps, steps[0]) :]
-            run[name] = own_steps, np.full(len(own_steps), np.nan)
-            run[name][1][np.searchsorted(own_steps, steps)] = values
+            if value is None or isinstance(value, int | float):
+                columns.setdefault(name, {})[step] = np.nan if value is None else value
+    run = {}
+    for name, values in columns.items():
+        start = min(values)
+        steps = values if is_held_out(name) else [step for step in columns["global_step"] if step >= start]
+        run[name] = np.array([*steps], float), np.array([values.get(step, np.nan) for step in steps])
     return run
-
-
-def last_values(steps: "array[float]", values: "array[float]") -> Series:
-    """Returns the steps of a metric in order, and the value that was logged last for each."""
-    unique, places = np.unique(np.frombuffer(steps)[::-1], return_index=True)
-    return unique, np.frombuffer(values)[::-1][places]
 
 
 def is_held_out(name: str) -> bool:

@@ -16,28 +16,16 @@ JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 JSONRow = dict[str, object]  # an object of a file of JSON lines
 Loggable = JSON | np.ndarray | np.generic  # arrays of JAX, too
 
-MAX_DIGITS = 300  # of an integer
-
 
 def parse_json(text: bytes) -> JSON:
-    """Returns the value of JSON text, with null for numbers that are not finite, or that no float holds.
-
-    Raises: ValueError for everything that is not JSON in UTF-8, nesting that is too deep included.
-    """
-    try:
-        return json.loads(text.decode(), parse_constant=finite, parse_float=finite, parse_int=integer)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    """Returns the value of JSON text, with null for numbers that are not finite. Raises: ValueError."""
+    return json.loads(text.decode(), parse_constant=finite, parse_float=finite)
 
 
 def finite(number: str) -> float | None:
     """Returns the number, None for NaN and infinity, which browsers and other readers of JSON refuse."""
     value = float(number)
     return value if math.isfinite(value) else None
-
-
-def integer(digits: str) -> int | None:
-    return int(digits) if len(digits) < MAX_DIGITS else None
 
 
 def read_json(path: str | Path) -> dict[str, JSON]:

@@ -23,7 +23,7 @@ from utils.files import open_log, replacing
 from utils.metrics.curves import format_value
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, Loggable, json_value, read_lines
-from utils.metrics.sinks import Sink
+from utils.metrics.sinks import GuardedSink
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "data/loss": ("loss", 6),
@@ -67,7 +67,7 @@ class Logger(contextlib.AbstractContextManager):
         resume_step: int | None = None,
         num_steps: int = 0,
         test_interval: int = 0,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[GuardedSink] = (),
     ):
         self.num_steps = num_steps
         self.test_interval = test_interval
@@ -230,13 +230,7 @@ def printable(text: str, max_chars: int = 1600) -> str:
         head = text[: max_chars // 2]
         tail = text[-max_chars // 2 :]
         text = f"{head}\n[... {num_dropped} characters ...]\n{tail}"
-    return writable(text, sys.stdout)
-
-
-def writable(text: str, stream: TextIO) -> str:
-    """Returns text with a "?" for each character that the stream's encoding lacks, since print would raise."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def paint(text: str, color: str) -> str:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -25,58 +25,39 @@ from utils.settings.groups import SinkConfig
 
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
-Returned = TypeVar("Returned")
-
-
-class Sink(Protocol):
-    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        """Records the metrics of a step: JSON values, None if a number is not finite."""
-
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
-        """Records example rollouts of a step, rows of rollouts/step_N.jsonl."""
-
-    def close(self) -> None:
-        """Finishes what is still being written."""
-
 
 class GuardedSink:
-    """A sink that is dropped after its first exception, with a warning."""
+    """A sink that is dropped after its first exception, with a warning; `make` makes the one inside."""
 
-    def __init__(self, name: str, make: Callable[[], Sink]):
+    def __init__(self, name: str, make: Callable[[], Any]):
         self.name, self.sink = name, None
         self.sink = self.attempt(make)
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
+        """Records the metrics of a step: JSON values, None if a number is not finite."""
         if self.sink:
             self.attempt(self.sink.log, step, metrics)
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
+        """Records example rollouts of a step, rows of rollouts/step_N.jsonl."""
         if self.sink:
             self.attempt(self.sink.log_rollouts, step, rows)
 
     def close(self) -> None:
+        """Finishes what is still being written."""
         if self.sink:
             self.attempt(self.sink.close)
 
-    def attempt(self, call: Callable[..., Returned], *args: int | Mapping | Sequence) -> Returned | None:
+    def attempt(self, call: Callable[..., Any], *args: int | Mapping | Sequence) -> Any:
         """Calls a function of the sink, and drops the sink if that raises."""
         try:
             return call(*args)
         except (Exception, SystemExit) as error:  # of packages whose exceptions are not documented
             self.sink = None
             is_missing = isinstance(error, ModuleNotFoundError)
-            reason = f"`pip install {error.name}`" if is_missing else describe(error)
+            reason = f"`pip install {error.name}`" if is_missing else hide_passwords(on_one_line(str(error)))
             message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
             print(f"warning: {message}", file=sys.stderr)
-            return None
-
-
-def describe(error: BaseException) -> str:
-    """Returns the message of an error without control characters, even of one that cannot be printed."""
-    try:
-        return hide_passwords(on_one_line(str(error)))
-    except BaseException:  # noqa: BLE001 (the message may be code, too)
-        return "no message"
 
 
 def open_sinks(
@@ -115,6 +96,9 @@ class Wandb:
         # Seconds. Without finish_timeout, the end of a run waits forever if the network is gone.
         # quiet: no table of all metrics below the summary of the run.
         settings_of_wandb = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60, quiet=True)
+        file = directory / "wandb_id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
         self.wandb = wandb
         self.run = wandb.init(
             config=dict(settings),
@@ -122,7 +106,7 @@ class Wandb:
             settings=settings_of_wandb,
             resume="allow",
             dir=str(directory),
-            id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
+            id=file.read_text(),
             project=config.wandb_project or "lmpo",
             name=config.wandb_name or directory.name,
             group=config.wandb_group or None,  # WANDB_RUN_GROUP, if that is set
@@ -160,8 +144,9 @@ class TensorBoard:
         self.writer = SummaryWriter(folder, purge_step=first_step, filename_suffix=suffix)
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        for name, value in finite_numbers(metrics).items():
-            self.writer.add_scalar(name, value, step)
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self.writer.add_scalar(name.replace("@", "_at_"), value, step)
         self.writer.flush()
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
@@ -174,19 +159,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
-
-
-def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:
-    """Returns the metrics that are one finite number, by names without "@"."""
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    return {name.replace("@", "_at_"): value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def read_or_create(file: Path, make: Callable[[], str]) -> str:
-    """Returns the text in a file, which is made and written if there is none."""
-    if not file.exists():
-        file.write_text(make())
-    return file.read_text()
 
 
 def has_wandb_login(wandb: ModuleType | None = None) -> bool:

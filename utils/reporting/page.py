@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from utils.files import read_arrays, replacing, skipping_damage
-from utils.metrics.curves import Curves, Interval, intervals, read_metrics, running_mean
+from utils.metrics.curves import COLORS, Curves, Interval, intervals, read_metrics, running_mean
 from utils.metrics.jsonl import JSON, JSONRow, parse_json, read_lines
-from utils.reporting.plots import COLORS
 from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
 from utils.runs.origin import read_settings
 from utils.runs.segments import RunSegment, describe_segment, last_break, since
@@ -40,7 +39,7 @@ Label = str | int | None  # of a group or of a task
 
 
 class SizedRow(NamedTuple):
-    """A rollout as it is written, and what chooses it; of other types than a run writes nothing is left."""
+    """A rollout as it is written, and what chooses it."""
 
     line: bytes
     group: Label
@@ -51,9 +50,9 @@ class SizedRow(NamedTuple):
     @classmethod
     def of(cls, line: bytes, row: JSONRow) -> Self:
         """Returns the row of a line."""
-        keys = [x if isinstance(x, str | int) else None for x in map(row.get, ("group", "task"))]
-        value, correct = (x if isinstance(x, int | float) else None for x in map(row.get, ("return", "correct_answer")))
-        return cls(line, *keys, float(value or 0), float((value if correct is None else correct) or 0))
+        value = row.get("return") or 0.0
+        correct = row.get("correct_answer")
+        return cls(line, row.get("group"), row.get("task"), value, value if correct is None else correct)
 
     def parse(self) -> JSONRow:
         """Returns the rollout."""
@@ -162,12 +161,6 @@ PANELS = (
         "Speed",
         "Tokens sampled per second: a few long completions at the end of a batch bring it down.",
         {"rollout/tokens_per_second": "sampling"},
-    ),
-    Panel(
-        "Share of the roofline",
-        "Least seconds of the work, by the products and the bytes that the device was measured to make, over the "
-        "seconds taken: padding, recomputation and waiting bring it down.",
-        {"speed/decode_roofline": "sampling", "speed/update_roofline": "updates"}, "%",
     ),
     Panel(
         "Time of a step",
@@ -340,15 +333,14 @@ def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
 def task_means(file: Path) -> dict[str, TaskMeans]:
     """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file.
 
-    Rollouts whose score is NaN are left out. Raises: UserError if they are not such arrays, or infinite.
+    Rollouts whose score is NaN are left out. Raises: UserError if they are not such arrays.
     """
     arrays = read_arrays(file, ("tasks", "returns"))
     scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
     tasks = scores.pop("tasks")
     scores["return"] = scores.pop("returns")
-    for name, x in (("tasks", tasks), *scores.items()):
-        if x.ndim != 1 or x.shape != tasks.shape or np.isinf(x).any():
-            raise UserError(f"{file}: {name} is {x.dtype} {list(x.shape)}, and not a finite number for each rollout")
+    if wrong := [name for name, x in scores.items() if x.shape != tasks.shape]:
+        raise UserError(f"{file}: {wrong[0]} has no number for each rollout: copy it again")
     tasks, places = np.unique(tasks, return_inverse=True)
     means = {}
     for name, x in scores.items():
@@ -361,13 +353,11 @@ def row_means(file: Path) -> dict[str, TaskMeans]:
     """Returns a value for each held-out row whose mean is the loss of a token, from arrays of metrics.row_losses.
 
     The values of long and short rows differ like the terms of a ratio of two sums. So differences between steps have
-    the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError if the file has other arrays.
+    the spread of that ratio (Cochran 1977, section 6.4).
     """
     names = "losses", "num_tokens"
     arrays = read_arrays(file, names)
     losses, num_tokens = (np.asarray(arrays[name], np.float64) for name in names)
-    if losses.ndim != 1 or losses.shape != num_tokens.shape or not np.isfinite(losses).all() or num_tokens.sum() <= 0:
-        raise UserError(f"{file}: losses is {list(losses.shape)}, and not a finite number for each row with tokens")
     loss = losses @ num_tokens / num_tokens.sum()
     values = loss + (losses - loss) * num_tokens * len(losses) / num_tokens.sum()
     return {"test_data/loss": dict(enumerate(values.tolist()))}

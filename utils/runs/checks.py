@@ -8,7 +8,7 @@ from utils.settings.errors import UserError
 
 BUCKETS = ("gs://", "s3://")
 FOLDERS = ("state", "rollouts", "bad_batches")
-FILES = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "programs.jsonl", "plot.png", "report.html")
+FILES = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "programs.jsonl", "report.html")
 
 
 def check_name(save_dir: str) -> None:

@@ -34,7 +34,7 @@ METRICS = {  # names of single numbers, by the setting without which they are no
         "inference_recompute/ratio advantage/mean advantage/magnitude advantage/max advantage/min env/length "
         "env/finished env/groups_without_signal env/return_spread env/epochs env/reward_errors env/reward_timeouts "
         "rollout/num_rollouts rollout/total_rollouts rollout/tokens_per_second rollout/recomputed speed/occupancy "
-        "speed/flops speed/decode_roofline speed/update_roofline speed/update_tflops speed/mfu speed/pages_in_use "
+        "speed/flops speed/update_tflops speed/mfu speed/pages_in_use "
         "speed/rows_running speed/rows_waiting times/rollout times/score times/logprobs"
     ),
     "ahead": "rollout/staleness times/rollout_ahead",

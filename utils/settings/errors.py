@@ -89,6 +89,8 @@ def shorten(value: object, width: int = 160) -> str:
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Ends the program with one sentence on a UserError, on an OSError (of reading or writing a file) or on Ctrl-C."""
+    with contextlib.suppress(AttributeError):  # a stream of a notebook or a test
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         yield
     except UserError as error:

@@ -909,7 +909,7 @@ def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys)
     assert not [*tmp_path.glob("step1*")]
 
 
-WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl plot.png report.html reward_failures.jsonl"
+WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl report.html reward_failures.jsonl"
 WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id rollouts/step_1.jsonl rollouts/step_1.npz"
 WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
 FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"

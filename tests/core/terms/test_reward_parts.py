@@ -173,7 +173,7 @@ RUN = {
 def test_a_run_compares_parts_and_resumes_to_the_bit(tmp_path, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert train_here(whole, **RUN, max_steps=2) == 0
-    assert "A sums z-scores of 1 x correct_answer + 0.5 x arithmetic + -0.1 x steps" in capsys.readouterr().out
+    assert "A = gdpo (reward_parts correct_answer=1,arithmetic=0.5,steps=-0.1" in capsys.readouterr().out
     for steps in (1, 2):
         assert train_here(stopped, **RUN, max_steps=steps) == 0
     metrics = records(whole)

@@ -1,4 +1,4 @@
-"""Pairs of replies, of which one is preferred, from files or the hub: the data of core/dpo.py."""
+"""Pairs of replies, of which one is preferred, from files or the hub: the data of dpo.py."""
 
 from dataclasses import dataclass
 

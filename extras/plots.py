@@ -1,4 +1,4 @@
-"""Draws plot.png of a run, or of several runs in one picture, from what metrics.jsonl holds.
+"""Draws a run, or several runs in one picture, from what metrics.jsonl holds.
 
 Dots with bars are held-out scores and their 95% intervals. Pale lines are the values of training batches, and strong
 lines their trailing mean; steps without a value are gaps. report.html shows the same curves.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from utils.files import replacing
-from utils.metrics.curves import LOSS, MAIN, Curves, Series, intervals, is_share, running_mean
+from utils.metrics.curves import COLORS, LOSS, MAIN, Curves, Series, intervals, is_share, running_mean
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -32,7 +32,6 @@ TITLES = {
     "env/finished": "Finished completions (share)",
 }
 SIDE = ("data/loss", "env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "env/finished")
-COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 
 def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:

@@ -1,7 +1,7 @@
-"""Environments of other libraries as objects with `reset` and `step` on texts, recognized by their attributes.
+"""Environments of other libraries as objects with `reset` and `step` on texts, which `--episode FILE.py:NAME` plays.
 
-These are TextArena, Gymnasium's environments with numbered actions, OpenEnv's clients and environments, and SkyRL-gym.
-GEM's environments have that form already. None of the libraries is imported.
+`as_gym` recognizes TextArena, Gymnasium's environments with numbered actions, OpenEnv's clients and environments, and
+SkyRL-gym, by their attributes. GEM's environments have that form already. None of the libraries is imported.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, get_args, get_origin
 
 from envs.data.rows import JSON
+from envs.own.adapters import call, parameters
 from envs.tools.episode import completed
 from utils.settings.errors import describe_error
 
@@ -199,18 +200,3 @@ def shown_fields(answer: object) -> str:
 def refusal(reason: str) -> Transition:
     """Returns the response to a reply that stands for no action, in the words of a failed call."""
     return str({"error": reason}), 0.0, False, {}
-
-
-def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:
-    """Calls a function with the arguments that it takes, and returns its result."""
-    taken = parameters(function)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    return completed(function(**{name: value for name, value in arguments.items() if takes_all or name in taken}))
-
-
-def parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function or a class; none if Python cannot read them."""
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        return {}

@@ -1,7 +1,7 @@
-"""Compares three steps of TRL's DPOTrainer with three of core/dpo.py: losses, rewards and parameters, DPO and IPO.
+"""Compares three steps of TRL's DPOTrainer with three of ours, for DPO and IPO: losses, rewards and parameters.
 
     pip install trl torch datasets
-    python bench/trl_dpo.py
+    python recipes/preferences/trl_dpo.py
 
 Both train models/tiny, under a chat template that writes nothing behind a reply, on the same pairs, by their commands.
 Exit status 1: something that should agree does not.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     import utils.settings.packages  # noqa: F401 (says what to install)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 
@@ -27,8 +27,8 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from core.dpo import LOSSES, DPOConfig, DPORun
 from core.sft import main as train
+from recipes.preferences.dpo import LOSSES, DPOConfig, DPORun
 from utils.settings.config import parse
 
 try:
@@ -38,7 +38,7 @@ try:
 except ImportError:
     datasets = torch = trl = None  # `main` says what to install
 
-MODEL = Path(__file__).resolve().parent.parent / "models/tiny"
+MODEL = Path(__file__).resolve().parents[2] / "models/tiny"
 TOLERANCE = 1e-5
 STEPS, BETA, LR, EPSILON = 3, 0.1, 1e-3, 1e-2  # with a small epsilon, AdamW's first step is the sign of rounding errors
 TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
@@ -75,7 +75,7 @@ def theirs(model: Path, folder: Path, loss: str) -> Training:
 
 
 def ours(model: Path, folder: Path, loss: str) -> Training:
-    """Returns the same of core/dpo.py."""
+    """Returns the same of recipes/preferences/dpo.py."""
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     options: Sequence[object] = (
         *("--model_dir", model, "--data", folder / "pairs.jsonl", "--save_dir", folder / "run", "--loss", loss),

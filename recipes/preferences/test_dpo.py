@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close
 
-from core import dpo, sft
-from core.dpo import DPOConfig
+from core import sft
 from core.learner import make_learner
 from core.objectives import set_loss_denominators
 from core.records import Batch
 from core.run.folder import settings_of_adapters
 from core.sampler import SamplingConfig
 from envs.data.messages import Messages
-from envs.own.pairs import PairConfig
 from envs.own.written import read_written
 from models import decoder
 from models.architecture import Decoder
@@ -31,6 +29,9 @@ from models.conversations import encode_rows
 from models.lora import LORA_B, make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
+from recipes.preferences import dpo
+from recipes.preferences.dpo import DPOConfig
+from recipes.preferences.pairs import PairConfig
 from tests.helpers import ROOT, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, difference, kill_at, records, start
 from tests.processes import on_four_devices
@@ -56,7 +57,7 @@ near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
 def run(folder: Path, **flags) -> int:
-    """Runs core/dpo.py in this process; returns its exit status."""
+    """Runs recipes/preferences/dpo.py in this process; returns its exit status."""
     try:
         with user_errors():
             sft.main(parse(DPOConfig, arguments(**FLAGS | flags, save_dir=folder)), dpo.DPORun)
@@ -351,7 +352,7 @@ def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
     card = next((tmp_path / "run").glob("step*/README.md")).read_text()
     assert "by preferences, step" in card
     assert "Loss of held-out pairs, with its 95% interval" in card
-    assert "python core/dpo.py" in card
+    assert "python recipes/preferences/dpo.py" in card
 
 
 def test_a_run_without_pairs_is_refused_before_the_first_step(rollouts, tmp_path, capsys):
@@ -379,7 +380,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     assert run(whole, data=data, **flags) == 0
     assert run(parts, data=data, **flags, max_steps=2) == 0
     argv = arguments(**FLAGS | flags, data=data, save_dir=parts)
-    process = start(argv, script="core/dpo.py", stdout=subprocess.DEVNULL)
+    process = start(argv, script="recipes/preferences/dpo.py", stdout=subprocess.DEVNULL)
     kill_at(process, parts, "step", 1, 0, signal.SIGKILL)
     assert run(parts, data=data, **flags) == 0
     assert records(whole) == records(parts)
