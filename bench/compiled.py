@@ -240,9 +240,12 @@ class Imagined(Layout):
         devices = self.mesh.devices.flat
         return [device.id // GPUS_OF_A_HOST if is_gpu else getattr(device, "slice_index", 0) for device in devices]
 
-    def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
-        x = np.asarray(x)
-        return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
+    def put(self, tree: PyTree) -> PyTree:
+        def put_array(x: ArrayLike) -> jax.ShapeDtypeStruct:
+            x = np.asarray(x)
+            return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
+
+        return jax.tree.map(put_array, tree)
 
 
 def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:

@@ -2,7 +2,7 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python core/grpo.py --config configs/small_gpu.py --model_dir Qwen/Qwen3-1.7B
 
-What that takes: python bench/memory.py --config configs/small_gpu.py --given --shapes Qwen3-1.7B --remats full
+What that takes: python bench/compiled.py --config configs/small_gpu.py --memory 23.7 --models 1.7B --devices 1
 """
 
 
