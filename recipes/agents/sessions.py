@@ -49,8 +49,8 @@ class Asked:
 
     messages: Sequence[Message]
     request: Request
-    is_new: bool  # a conversation begins
     index: int  # of the choice among those of its request
+    is_new: bool  # a conversation begins
     reply: asyncio.Future[Sampled]
     on_tokens: OnTokens | None = None  # gets the reply while it is sampled
     prompt: Sequence[int] = ()  # of a completion
@@ -76,9 +76,10 @@ class Dialogue:
     is_auxiliary: bool = False  # its program asks that it is not trained
 
     def continues(self, request: ChatRequest, messages: Sequence[Message]) -> bool:
-        """True if a request continues this conversation."""
+        """True if a request continues this conversation, or begins it: none before had a reply."""
         is_longer = len(messages) > len(self.said) > 0
-        return is_longer and messages[: len(self.said)] == self.said and self.fixed == request.fixed
+        begins_alike = is_longer and messages[: len(self.said)] == self.said
+        return not self.has_replied or begins_alike and self.fixed == request.fixed
 
 
 @dataclass(eq=False)
@@ -220,16 +221,16 @@ class Endpoint:
         async with self.queue:
             messages = [] if prompt else self.messages_of(request.messages)
             dialogue = None if prompt else session.find(request, messages)
-            is_new, start = dialogue is None, len(dialogue.said) if dialogue else 0
             if dialogue is None:
-                dialogue = Dialogue(self.take_row(session), "" if prompt else request.fixed)
+                dialogue = Dialogue(self.take_row(session))
                 session.dialogues.append(dialogue)
+            start, dialogue.fixed = len(dialogue.said), "" if prompt else request.fixed
             dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
             asked = Asked(
                 messages[start:],
                 request,
-                is_new,
                 index,
+                is_new=not start,
                 reply=asyncio.get_running_loop().create_future(),
                 on_tokens=on_tokens and partial(on_tokens, index),
                 prompt=prompt,
@@ -241,7 +242,7 @@ class Endpoint:
                 dialogue.has_replied = True
             except asyncio.CancelledError:
                 asked.has_left = True
-                dialogue.said = []  # the row holds part of a reply
+                dialogue.said, dialogue.has_replied = [], True  # the row holds part of a reply
                 raise
             except BadRequest as error:
                 session.refused = str(error)
