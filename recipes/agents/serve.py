@@ -137,12 +137,14 @@ class Unrecorded(Distribution):
         return dict(zip(ids[: len(keep)][keep].tolist(), top.tolist(), strict=True))
 
 
-def default_distribution(config: ServeConfig, tokenizer: Tokenizer) -> Unrecorded:
+def default_distribution(config: ServeConfig, tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
     """Returns the distribution of requests that name none: of the options, of the folder, or the whole one."""
     folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
     found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
+    if 0 < found.get("top_k", 0) < vocab_size:
+        found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
     found |= {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(config, name)) >= 0}
-    return distribution_with(Unrecorded(), found, 0)
+    return distribution_with(Unrecorded(), found, vocab_size)
 
 
 def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_size: int) -> Unrecorded:
@@ -153,7 +155,7 @@ def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_siz
     given = dict(given)
     if 0 < given.get("temperature", 1) < GREEDY:
         given["temperature"] = 0.0
-    if not 0 <= given.get("top_k", 0) < (vocab_size or MAX_SUPPORT + 1):
+    if not 0 <= given.get("top_k", 0) < vocab_size:
         given["top_k"] = 0
     return replace(default, **given)
 
@@ -338,7 +340,7 @@ def main(config: ServeCommand) -> None:
     context = min(serve.context, model.num_positions)
     serve = replace(serve, context=context)
     sampler = replace(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), max_new_tokens=context)
-    distribution = default_distribution(serve, tokenizer)
+    distribution = default_distribution(serve, tokenizer, model.vocab_size)
     sampler = replace(sampler, distribution=distribution, max_prompt_tokens=context - 1)
     sampler = with_pages(sampler, serve.page_size, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ openai = pytest.importorskip("openai")
 from models import decoder  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
-from recipes.agents.serve import ServeConfig  # noqa: E402
+from recipes.agents.serve import ServeConfig, default_distribution  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -297,6 +298,22 @@ def test_the_card_says_how_long_a_conversation_may_be(url):
     with urllib.request.urlopen(url + "/v1/models") as answer:
         (card,) = json.loads(answer.read())["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "expected"),
+    [
+        ({}, {}, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": 0}, (0.0, 0, 1.0)),
+        ({"temperature": 1e-7, "top_k": 200}, {}, (0.0, 128, 1.0)),
+        ({"top_k": 1000}, {}, (1.0, 0, 1.0)),
+    ],
+)
+def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
+    tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
+    found = default_distribution(ServeConfig(**options), tokenizer, vocab_size=512)
+    assert (found.temperature, found.top_k, found.top_p) == expected
 
 
 def test_other_machines_need_a_key():
