@@ -45,7 +45,7 @@ from models.checkpoint import load_model
 from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
-from recipes.agents.protocol import read_message, reply_message
+from recipes.agents.protocol import ChatRequest, Sampled, SentMessage, reply_message
 from utils.devices.sharding import single_device
 from utils.threefry import make_key
 
@@ -247,7 +247,10 @@ def rendered_again(
 def with_calls(tokenizer: Tokenizer, ids: Sequence[int], text: str, dialect: Dialect) -> Message:
     """Returns a reply as a client gets it: its calls are `tool_calls`."""
     calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
-    return read_message(reply_message(Reply(text, calls), dialect, 1, has_tools=True))
+    tool = {"type": "function", "function": {"name": "any"}}
+    request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], "tools": [tool]})
+    message = reply_message(request, Sampled(Reply(text, calls)), dialect, 1)
+    return SentMessage.read(message).as_template("")
 
 
 def main() -> None:

@@ -28,11 +28,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import markdown_table
-from envs.base import DIALECTS, Reply
+from envs.base import Reply
 from models.checkpoint import find_checkpoints
-from recipes.agents.protocol import ChatRequest, Sampled, chat_answer, read_chat
-from recipes.agents.server import JSON, Caller, Payload, Server
-from recipes.agents.sessions import Asked, Book, Dialogue, Session
+from models.tokenizer import load_tokenizer
+from recipes.agents.protocol import ChatRequest, Sampled
+from recipes.agents.server import Caller, Server
+from recipes.agents.sessions import Asked, Dialogue, Endpoint, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds of a client
@@ -154,12 +155,15 @@ SCRIPT = {  # calls of the turns of a session, by the tools of the request
 }
 
 
-class Script(Book):
+class Script(Endpoint):
     """Answers each session by SCRIPT."""
+
+    context = 4096
 
     def __init__(self):
         handlers = {"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models}
-        super().__init__(Server(handlers), DIALECTS["qwen"])
+        super().__init__(Server(handlers), "policy", "qwen")
+        self.tokenizer = load_tokenizer("models/tiny")
         self.num_rows, self.turns = 0, Counter()
         self.asked: list[tuple[str, Asked]] = []
 
@@ -167,21 +171,16 @@ class Script(Book):
         self.num_rows += 1
         return self.num_rows
 
-    async def models(self, _: JSON, caller: Caller) -> Payload:
-        return {"object": "list", "data": [{"id": "policy", "object": "model"}]}
-
-    async def chat(self, body: JSON, caller: Caller) -> Payload:
-        request = read_chat(body)
-        session = self.sessions.setdefault(caller.key, Session(caller.key))
-        message, sampled = await self.reply_to(session, request, caller.is_retry)
-        return chat_answer(request, [message], [sampled], "policy", f"chatcmpl-{session.num_calls}")
+    def session_of(self, caller: Caller) -> Session:
+        return self.sessions.setdefault(caller.key, Session(caller.key))
 
     def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
+        super().ask(session, dialogue, asked)
         self.asked.append((session.key, asked))
-        asyncio.get_running_loop().call_soon(self.reply, dialogue.row, self.next_reply(session.key, asked.request))
+        asyncio.get_running_loop().call_soon(self.reply, asked, self.next_reply(session.key, asked.request))
 
     def next_reply(self, key: str, request: ChatRequest) -> Sampled:
-        names = {tool["function"]["name"] for tool in request.tools}
+        names = {tool["function"]["name"] for tool in request.schemas}
         steps = SCRIPT[next((name for name in ("final_answer", "bash", "add") if name in names), "add")]
         call = steps[min(self.turns[key], 2)]
         self.turns[key] += 1
@@ -212,7 +211,7 @@ def by_script(python: str) -> list[list[object]]:
             end = run_client(python, code, {"OPENAI_BASE_URL": f"{book.server.url}/v1", "OPENAI_API_KEY": name})
             asked = [each for key, each in book.asked if key == name]
             num_new = sum(each.is_new for each in asked)
-            num_tools = sum(bool(message.get("tool_calls")) for each in asked for message in each.request.messages[-2:])
+            num_tools = sum(bool(message.tool_calls) for each in asked for message in each.request.messages[-2:])
             rows.append([name, "script", len(asked), num_tools, len(asked) - num_new, max(0, num_new - 1), end])
     return rows
 

@@ -38,8 +38,7 @@ from envs.base import Env
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig, code_settings
 from models.messages import Message
-from recipes.agents.protocol import BadRequest
-from recipes.agents.server import JSON, Caller, Response, Server, StreamingResponse
+from recipes.agents.server import JSON, BadRequest, Caller, Response, Server, StreamingResponse
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.terminal import lowered_program
 from utils.settings.config import parse

@@ -45,7 +45,7 @@ LAW = {
     "core.rollout": ("core.chains", "core.sampler", "core.records", "envs", *BELOW),
     "core.config": ("core.advantages", "core.objectives", "core.sampler", "core.terms", "envs", *BELOW),
     "core.run": ("core.run", "core.rollout", "core.records", "envs", *BELOW),
-    "core.chat_web": ("core", "recipes.agents.protocol", "recipes.agents.server", "envs", *BELOW),
+    "core.chat_web": ("core", "recipes.agents.server", "envs", *BELOW),
     "core.chat": ("core.chat", "core.chains", "core.sampler", "envs", *BELOW),
     "core.minimal": (),
     "core.extensions": (
@@ -62,9 +62,10 @@ LAW = {
     "recipes.games.make_player": ("recipes.games", "runs", "envs", *BELOW),
     "recipes.games.preset": ("configs",),
     "recipes.preferences": ("recipes.preferences", "core", "envs", *BELOW),
-    "recipes.agents": ("recipes.agents", "envs", *TASKS),  # in a process that must not start JAX, too
-    "recipes.agents.rollouts": ("recipes.agents", "core", "envs", *BELOW),
-    "recipes.agents.serve": ("recipes.agents", "core", "envs", *BELOW),
+    "recipes.agents": ("recipes.agents", "core", "envs", *BELOW),
+    "recipes.agents.agent": ("recipes.agents.keeper", "recipes.agents.server", "envs", *TASKS),
+    "recipes.agents.keeper": ("envs", *TASKS),  # a process that does not start JAX, as that of the environment
+    "recipes.agents.server": TASKS,
     "recipes.agents.preset": ("recipes.games",),
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found

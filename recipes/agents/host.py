@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
 
-from envs.base import DIALECTS
 from envs.own_code import ROOT, passed_variables
 from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
-from recipes.agents.protocol import BadRequest, Sampled, chat_answer, model_list, read_chat
-from recipes.agents.server import JSON, Caller, Denied, Payload, Server
-from recipes.agents.sessions import FULL, Book, Ended, Session
+from recipes.agents.protocol import Sampled
+from recipes.agents.server import JSON, BadRequest, Caller, Denied, Server
+from recipes.agents.sessions import FULL, Asked, Ended, Endpoint, Session
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint
@@ -48,7 +47,7 @@ class AgentRun:
     spare: deque[int]  # rows for forks, which several programs share
 
 
-class AgentHost(Book):
+class AgentHost(Endpoint):
     """Runs programs, and hands their requests over as outcomes of rows; use it as a context manager.
 
     `begin` and `reset` are called by the thread that samples; all else happens in the server's thread.
@@ -57,7 +56,7 @@ class AgentHost(Book):
 
     def __init__(self, settings: AgentSettings):
         server = Server({"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models})
-        super().__init__(server, DIALECTS[settings.dialect], settings.max_calls)
+        super().__init__(server, MODEL, settings.dialect, settings.max_calls)
         self.settings = settings
         self.context = 0  # most tokens of a row
         self.runs: dict[str, AgentRun] = {}  # by key
@@ -78,11 +77,11 @@ class AgentHost(Book):
         for job in jobs:
             self.server.call(self.start, job, spare)
 
-    def answer(self, row: int, sampled: Sampled) -> None:
+    def answer(self, row: int, asked: Asked, sampled: Sampled) -> None:
         """Gives a row its reply; its program owes what follows."""
         with self.has_changed:
             self.computing.add(row)
-        super().answer(row, sampled)
+        super().answer(row, asked, sampled)
 
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
@@ -91,6 +90,7 @@ class AgentHost(Book):
         self.auxiliary.clear()
         self.closed.clear()
         self.outcomes.clear()
+        self.pending.clear()
         self.computing.clear()
 
     # In the server's thread
@@ -108,22 +108,11 @@ class AgentHost(Book):
         if not session.dialogues:
             return run.job.row
         if not run.spare:
+            session.num_refused += 1
             raise BadRequest("this conversation continues no earlier one, and no row is left for another")
         row = run.spare.popleft()
         self.parents[row] = run.job.row
         return row
-
-    async def models(self, _: JSON, caller: Caller) -> Payload:
-        self.session_of(caller)
-        return model_list(MODEL, self.context)
-
-    async def chat(self, body: JSON, caller: Caller) -> Payload:
-        """Answers a program; sampling is the run's, whatever it asks for."""
-        session, request = self.session_of(caller), read_chat(body)
-        asked = [self.reply_to(session, request, caller.is_retry) for _ in range(request.n)]
-        replies = await asyncio.gather(*asked)
-        said, sampled = [list(column) for column in zip(*replies, strict=True)]
-        return chat_answer(request, said, sampled, MODEL, f"chatcmpl-{session.num_calls}")
 
     def session_of(self, caller: Caller) -> Session:
         if caller.key not in self.sessions:
@@ -141,7 +130,7 @@ class AgentHost(Book):
         finally:
             self.end(run.session)
             del self.runs[run.session.key]
-            self.auxiliary |= {each.row for each in run.session.dialogues if each not in run.session.turns}
+            self.auxiliary |= {each.row for each in run.session.dialogues if each.is_auxiliary}
             for dialogue in run.session.dialogues[1:]:
                 self.publish(dialogue.row, Ended({}))
             self.publish(run.job.row, outcome)
@@ -225,14 +214,15 @@ def outcome_of(session: Session, report: Report, settings: AgentSettings) -> End
         return Failure("reward_errors", f"its program ended with status {report.status}: {line}")
     if not session.dialogues:
         return Failure("reward_errors", "its program asked for no reply")
-    if not any(dialogue.said for dialogue in session.dialogues):
-        refused = session.dialogues[0].refused
-        remedy = "raise --prompt_length or --num_generation_tokens" if refused == FULL else ""
-        return Failure("reward_errors", f"its program got no reply: {refused}", remedy)
+    if not any(dialogue.has_replied for dialogue in session.dialogues):
+        remedy = "raise --prompt_length or --num_generation_tokens" if session.refused == FULL else ""
+        return Failure("reward_errors", f"its program got no reply: {session.refused}", remedy)
     rewards = read_rewards(report.line)
     if isinstance(rewards, str):
         return Failure("reward_errors", rewards)
-    return Ended({"calls": float(session.num_calls), "forks": len(session.turns) - 1.0} | rewards)
+    left_out = [each for each in session.dialogues if each.is_auxiliary or not each.has_replied]
+    counts = {"forks": len(session.dialogues) - 1.0, "auxiliary": float(session.num_refused + len(left_out))}
+    return Ended({"calls": float(session.num_calls)} | counts | rewards)
 
 
 def read_rewards(line: str) -> dict[str, float] | str:

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from envs.own_code import load_object, read_names
@@ -60,7 +60,7 @@ class Report(NamedTuple):
     number: int
     status: int  # of its exit; negative: a signal
     over: str  # the limit that it exceeded
-    line: str  # the last one that it printed
+    line: str  # the last one that it printed; if it failed, the last of its errors
 
 
 def keep(agent: str) -> None:
@@ -123,15 +123,18 @@ def ward(task: Task, program: str | Function, reports: int, keeper: int) -> NoRe
     """Runs a program to its end or its limits, and reports how it ended."""
     os.setsid()
     adopt_orphans()
-    output, its_output = os.pipe()
-    child = fork(run, task, program, its_output)
-    os.close(its_output)
-    os.set_blocking(output, False)
-    tail, deadline, over, status = Tail(), time.monotonic() + task.seconds, "", None
+    pipes = os.pipe(), os.pipe()
+    child = fork(run, task, program, [its for _, its in pipes])
+    outputs = {output: Tail() for output, _ in pipes}  # of stdout, whose last line is the reward, and of stderr
+    for output, its in pipes:
+        os.close(its)
+        os.set_blocking(output, False)
+    deadline, over, status = time.monotonic() + task.seconds, "", None
     pause = SHORTEST
     while status is None and not over and os.getppid() == keeper:
-        if select.select([output], [], [], INTERVAL)[0] and not tail.read(output):
-            time.sleep(pause)  # it has closed its output, and ends or goes on
+        ready = select.select([*outputs], [], [], INTERVAL)[0]
+        if ready and not any([outputs[output].read(output) for output in ready]):
+            time.sleep(pause)  # it has closed its outputs, and ends or goes on
             pause = min(2 * pause, INTERVAL)
         ended, code = os.waitpid(child, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
@@ -142,9 +145,12 @@ def ward(task: Task, program: str | Function, reports: int, keeper: int) -> NoRe
     if status is None:
         send_signal(child, signal.SIGKILL)
     kill_descendants(os.getpid())
-    while tail.read(output):
-        pass
-    report = json.dumps(Report(task.number, -9 if status is None else status, over, tail.last_line())._asdict())
+    for output, tail in outputs.items():
+        while tail.read(output):
+            pass
+    printed, logged = (tail.last_line() for tail in outputs.values())
+    line = logged or printed if status else printed
+    report = json.dumps(Report(task.number, -9 if status is None else status, over, line)._asdict())
     os.write(reports, report.encode() + b"\n")
     os._exit(0)
 
@@ -177,12 +183,12 @@ class Tail:
         return line
 
 
-def run(task: Task, program: str | Function, output: int) -> NoReturn:
+def run(task: Task, program: str | Function, outputs: Sequence[int]) -> NoReturn:
     """Becomes the program."""
     os.setsid()
     limit_memory(task.num_bytes)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(outputs[0], 1)
+    os.dup2(outputs[1], 2)
     os.environ.clear()
     os.environ.update(task.variables)
     if isinstance(program, str):
@@ -193,7 +199,7 @@ def run(task: Task, program: str | Function, output: int) -> NoReturn:
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 (the user's function)
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}", flush=True)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -1,11 +1,11 @@
 """Serves a model to programs that talk to OpenAI's endpoint, or to vLLM's: chats, completions, ids in and ids out.
 
     python recipes/agents/serve.py --model_dir runs/demo --port 8000
-    curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Use 3 4 to make 7."}]}'
+    curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Use 3 4 7 to make 14."}]}'
 
-A conversation that goes on is continued in its row of the cache: only what is new is encoded and computed. A sampled
-token's log-probability is that of the distribution it was sampled from. The server answers this machine only, unless
---host and --api_key are given.
+A conversation that goes on is continued in its row of the cache: only what is new is encoded and computed. Requests
+beyond the rows wait, first come, first served. The server answers this machine only, unless --host and --api_key are
+given.
 """
 
 import gc
@@ -16,58 +16,67 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
+    from recipes.agents.server import check_packages
+    from utils.settings.errors import user_errors
+
+    with user_errors():
+        check_packages("the endpoint")
 
 import asyncio
+import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from threading import Event
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float, Int
 
-from core.chains.pages import LaunchedSegment, with_pages
-from core.chains.turns import Observation, Record
+from core.chains.pages import with_pages
+from core.chains.turns import form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
-from core.sampler import ChainJob, Sampler, SamplingConfig, make_sampler
-from envs.base import DIALECTS, TURN_DIALECTS, Env, Problem
+from core.sampler import ChainJob, SamplingConfig, make_sampler
+from envs.base import TURN_DIALECTS, Env, OwnRollouts, Problem
+from envs.tools.calls import FORMS
 from models import decoder
 from models.architecture import Decoder
-from models.distribution import Distribution
+from models.distribution import MAX_SUPPORT, Distribution
 from models.memory import pages_that_fit, sampling_room
-from models.names import Array, Policy, Weights
-from models.tokenizer import Tokenizer
+from models.names import Array, Policy
+from models.tokenizer import GENERATION_CONFIG, Tokenizer
 from recipes.agents.protocol import (
-    BadRequest,
-    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Message,
+    Request,
     Sampled,
-    chat_answer,
+    as_json,
     completion_answer,
+    completion_choice,
+    completion_chunk,
     generate_answer,
-    model_list,
-    read_chat,
-    read_completion,
-    read_generate,
+    head,
+    settled,
+    usage,
 )
 from recipes.agents.rollouts import AgentConversations, ProgramChain
-from recipes.agents.server import JSON, Caller, Denied, Payload, Server
-from recipes.agents.sessions import FULL, Asked, Book, Dialogue, Session
+from recipes.agents.server import JSON, BadRequest, Caller, Denied, Payload, Server
+from recipes.agents.sessions import FULL, Asked, Dialogue, Endpoint, Session, sse
+from recipes.agents.texts import texts_of, token_bytes
 from utils.batching import bucket
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.devices.threads import LAUNCHING
-from utils.metrics.terminal import Wait
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
-from utils.threefry import make_key, threefry
 
 SCORED = 128  # columns whose logits are computed at once
-MAX_TOP = 20
+GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+OF_FOLDER = "; -1: of the model's generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,12 @@ class ServeConfig:
     host: str = option("127.0.0.1", "Address; another one than of this machine needs --api_key")
     api_key: str = option("", "Key that callers must have; keys that begin with it are sessions of their own")
     context: int = option(4096, "Most tokens of a conversation", essential=True)
-    rows: int = option(32, "Conversations whose cache is kept, at most")
-    dialect: str = option("", "Form of tool calls; empty: as the chat template writes them", ["", *TURN_DIALECTS])
+    rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
+    dialect: str = option("qwen", "Form of tool calls; qwen: as the chat template writes them", TURN_DIALECTS)
+    temperature: float = option(-1.0, f"Default temperature of requests{OF_FOLDER}, or 1")
+    top_p: float = option(-1.0, f"Default top_p of requests{OF_FOLDER}, or 1")
+    top_k: int = option(-1, f"Default top_k of requests; 0: all tokens{OF_FOLDER}, or 0")
+    page_size: int = option(-1, "Tokens in a page of the KV cache; -1: chosen for the hardware")
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -96,139 +109,8 @@ class ServeCommand:
 
     serve: ServeConfig = group(ServeConfig)
     model: ChatModelConfig = group(ChatModelConfig)
-    sampling: SamplingConfig = group(SamplingConfig)
     compute: ComputeConfig = group(ComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
-
-
-class Endpoint(Book):
-    """Answers requests; rows of the cache belong to the conversations that were used last."""
-
-    def __init__(self, config: ServeConfig, name: str, num_rows: int, dialect: str, scorer: "TokenScorer"):
-        self.config, self.name, self.scorer = config, name, scorer
-        handlers = {
-            "GET /v1/models": self.models,
-            "POST /v1/chat/completions": self.chat,
-            "POST /v1/completions": self.complete,
-            "POST /inference/v1/generate": self.generate,
-        }
-        super().__init__(Server(handlers, config.host, config.port), DIALECTS[dialect])
-        self.rows: OrderedDict[int, tuple[Session, Dialogue] | None] = OrderedDict.fromkeys(range(num_rows))
-        self.numbers = count(1)
-
-    def take_row(self, session: Session) -> int:
-        """Returns a row that is free, or that of the conversation that was not used for longest."""
-        free = [row for row, owner in self.rows.items() if owner is None or not owner[1].pending]
-        if not free:
-            raise BadRequest(f"all {len(self.rows)} conversations wait for a reply: ask again later, or raise --rows")
-        owner = self.rows[free[0]]
-        if owner and owner[1] in owner[0].dialogues:
-            owner[0].dialogues.remove(owner[1])
-        return free[0]
-
-    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
-        self.rows[dialogue.row] = session, dialogue
-        self.rows.move_to_end(dialogue.row)
-        super().ask(session, dialogue, asked)
-
-    def session_of(self, caller: Caller) -> Session:
-        """Returns the session of a caller's key. Raises: Denied for a key that does not begin with --api_key."""
-        if not caller.key.startswith(self.config.api_key):
-            raise Denied("the key is wrong")
-        if caller.key not in self.sessions:
-            self.sessions = {key: session for key, session in self.sessions.items() if session.dialogues}
-        return self.sessions.setdefault(caller.key, Session(caller.key))
-
-    async def replies(self, caller: Caller, request: ChatRequest) -> tuple[list, list[Sampled]]:
-        session = self.session_of(caller)
-        asked = []
-        for _ in range(request.n):
-            asked += [asyncio.ensure_future(self.reply_to(session, request, caller.is_retry))]
-            await asyncio.sleep(0)  # each takes its row before the next
-        said, sampled = zip(*await asyncio.gather(*asked), strict=True)
-        if request.top_logprobs > 0 or request.echo:
-            loop = asyncio.get_running_loop()
-            sampled = [await loop.run_in_executor(None, self.scorer.with_top, request, each) for each in sampled]
-        return list(said), list(sampled)
-
-    async def models(self, _: JSON, caller: Caller) -> Payload:
-        self.session_of(caller)
-        return model_list(self.name, self.config.context)
-
-    async def chat(self, body: JSON, caller: Caller) -> Payload:
-        request = read_chat(body)
-        said, sampled = await self.replies(caller, request)
-        return chat_answer(request, said, sampled, self.name, f"chatcmpl-{next(self.numbers)}")
-
-    async def complete(self, body: JSON, caller: Caller) -> Payload:
-        request = read_completion(body)
-        self.session_of(caller)
-        asked = [replace(request, prompts=(self.scorer.encode(prompt),)) for prompt in request.prompts]
-        found = await asyncio.gather(*[self.complete_one(caller, one) for one in asked])
-        sampled = [each for replies in found for each in replies]
-        texts = [self.scorer.text(request, each) for each in sampled]
-        number = f"cmpl-{next(self.numbers)}"
-        return completion_answer(request, texts, sampled, self.scorer.text_of, self.name, number)
-
-    async def complete_one(self, caller: Caller, request: ChatRequest) -> list[Sampled]:
-        """Returns the completions of one prompt."""
-        if request.max_tokens != 0:
-            return (await self.replies(caller, request))[1]
-        reply = Sampled(None, prompt_ids=request.prompts[0])  # nothing to sample
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, self.scorer.with_top, request, reply)] * request.n
-
-    async def generate(self, body: JSON, caller: Caller) -> Payload:
-        request = read_generate(body)
-        _, sampled = await self.replies(caller, request)
-        return generate_answer(request, sampled, f"gen-{next(self.numbers)}")
-
-
-class Served(AgentConversations):
-    """What the rows of the cache hold, for the thread that samples."""
-
-    def __init__(self, tokenizer: Tokenizer, host: Endpoint, thinking: bool | None, seed: int):
-        self.tokenizer, self.host = tokenizer, host
-        self.num_rows, self.num_samples = len(host.rows), 1
-        self.env = Env()
-        self.env.dialect = next(name for name, dialect in DIALECTS.items() if dialect == host.dialect)
-        self.blank = Problem([], None, thinking=thinking)
-        self.problems, self.episodes = [self.blank] * self.num_rows, [Record(0)] * self.num_rows
-        self.asked, self.sampled, self.unasked, self.parents = {}, {}, set(), {}
-        self.tokens_per_turn, self.wait = 0, Wait("")
-        self.keys, self.numbers, self.longest_prompt = make_key(seed), count(), host.config.context - 1
-
-    def start(self, rows: Int[np.ndarray, "B"], num_forks: int) -> Int[np.ndarray, "_"]:
-        return np.zeros(0, int)
-
-    def opening(self, row: int, asked: Asked) -> Observation:
-        """Returns the prompt of a conversation, or of a completion, which replaces that of the row."""
-        self.problems[row], self.episodes[row] = self.blank, Record(0)
-        if not asked.request.prompts:
-            return super().opening(row, asked)
-        (prompt,) = asked.request.prompts
-        if len(prompt) > self.longest_prompt:
-            raise UserError(FULL)
-        return Observation(prompt, begins=True)
-
-    def overflow(self, row: int) -> Observation:
-        """Raises UserError: the row stays, and may go on with another request."""
-        raise UserError(FULL)
-
-    def key_of(self, row: int, key: UInt32[np.ndarray, "2"]) -> UInt32[np.ndarray, "2"]:
-        """Returns a key for a conversation: of the request's seed, or one that no other has."""
-        seed = self.asked[row].request.seed
-        words = np.asarray(jax.random.key_data(self.keys if seed is None else make_key(seed)))
-        number = np.array([next(self.numbers) if seed is None else 0])
-        return np.concatenate(threefry((words[:1], words[1:]), number))
-
-    def distribution(self, row: int, default: Distribution) -> Distribution:
-        """Returns the distribution that a row's next reply is sampled from."""
-        asked = self.asked[row].request.sampling
-        given = {name: value for name, value in asked._asdict().items() if value is not None}
-        if "top_k" in given:
-            given["top_k"] = max(0, given["top_k"])
-        return replace(default, **given)
 
 
 @dataclass(frozen=True)
@@ -243,99 +125,197 @@ class Unrecorded(Distribution):
         token, logprob, ids = distribution.draw(logits, uniforms)
         return token, logprob, ids[:, :0]
 
+    def logprobs(self, top: np.ndarray, ids: np.ndarray) -> dict[int, float]:
+        """Returns log-probabilities of the likeliest tokens `ids`, given those of the softmax at the temperature."""
+        is_cut = self.temperature > 0 and not self.is_whole
+        if not is_cut:
+            return dict(zip(ids.tolist(), top.tolist(), strict=True))
+        top = top[: self.top_k or MAX_SUPPORT]
+        probs = np.exp(top) / (np.exp(top).sum() if self.top_k else 1)
+        keep = (np.cumsum(probs) - probs < self.top_p) & (probs >= self.min_p * probs[0])
+        top = top[keep] - np.log(np.exp(top[keep]).sum())
+        return dict(zip(ids[: len(keep)][keep].tolist(), top.tolist(), strict=True))
 
-class ServedChain(ProgramChain):
-    """Rows without end: one that a new conversation takes begins anew. A segment has one distribution."""
 
-    environment: Served
-    forks_per_row = 0
+def default_distribution(config: ServeConfig, tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
+    """Returns the distribution of requests that name none: of the options, of the folder, or the whole one."""
+    folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
+    found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
+    if 0 < found.get("top_k", 0) < vocab_size:
+        found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
+    found |= {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(config, name)) >= 0}
+    return distribution_with(Unrecorded(), found, vocab_size)
 
-    def __init__(self, environment: Served, sampler: Sampler, weights: Weights):
-        num_rows = environment.num_rows
-        super().__init__(environment, 0, sampler, weights, ChainJob([], np.zeros((num_rows, 2), np.uint32), 0, 0))
-        self.waits, self.turns = np.zeros(num_rows, int), count(1)
 
-    def between_segments(self, is_idle: bool) -> None:
-        super(ProgramChain, self).between_segments(is_idle)
+def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_size: int) -> Unrecorded:
+    """Returns a distribution with these values; a top_k of the vocabulary's size, or more, is all tokens.
 
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """Gives a row its prompt; what it held is forgotten."""
-        shard = self.table.shards[self.table.shard_of_row[row]]
-        if self.table.slots[row] >= 0:
-            self.table.leave(row)
-            shard.waiting.append(row)
-        for numbers in (self.num_tokens, self.num_launched, self.num_cached, self.num_lost, self.turn_starts):
-            numbers[row] = 0
-        self.versions[row] += 1
-        self.prompt_numbers.clear()  # prompts are not shared
-        super().begin(row, prompt)
-        self.table.prompts[row] = self.versions[row] * len(self.keys) + row
+    Raises: UserError for values that cannot be sampled.
+    """
+    given = dict(given)
+    if 0 < given.get("temperature", 1) < GREEDY:
+        given["temperature"] = 0.0
+    if not 0 <= given.get("top_k", 0) < vocab_size:
+        given["top_k"] = 0
+    return replace(default, **given)
 
-    def launch(self) -> LaunchedSegment | None:
-        """Launches a segment of the rows with the distribution whose first row has waited longest."""
-        drawing = np.flatnonzero(self.is_drawing & (self.table.slots >= 0))
-        default = self.sampler.distribution
-        wanted = {row: self.environment.distribution(row, default) for row in drawing.tolist()}
-        if not wanted:
-            return None
-        chosen = wanted[min(wanted, key=lambda row: self.waits[row])]
-        others = [row for row, distribution in wanted.items() if distribution != chosen]
-        self.waits[drawing[~np.isin(drawing, others)]] = next(self.turns)
-        self.is_drawing[others] = False
-        self.sampler = replace(self.sampler, distribution=Unrecorded(*vars(chosen).values()))
+
+class ModelEndpoint(Endpoint):
+    """Answers requests; rows of the cache belong to the conversations that were used last."""
+
+    def __init__(self, config: ServeConfig, name: str, num_rows: int, seed: int, scorer: "TokenScorer"):
+        self.config, self.context, self.seed, self.scorer = config, config.context, seed, scorer
+        handlers = {
+            "GET /v1/models": self.models,
+            "POST /v1/chat/completions": self.chat,
+            "POST /v1/completions": self.complete,
+            "POST /inference/v1/generate": self.generate,
+        }
+        server = Server(handlers, config.host, config.port, stops_work=True)
+        super().__init__(server, name, config.dialect, num_places=num_rows)
+        self.rows: OrderedDict[int, tuple[Session, Dialogue] | None] = OrderedDict.fromkeys(range(num_rows))
+
+    def take_row(self, session: Session) -> int:
+        """Returns a row that is free, or that of the conversation that was not used for longest."""
+        row, owner = next((row, owner) for row, owner in self.rows.items() if owner is None or not owner[1].pending)
+        if owner and owner[1] in owner[0].dialogues:
+            owner[0].dialogues.remove(owner[1])
+        return row
+
+    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
+        self.rows[dialogue.row] = session, dialogue
+        self.rows.move_to_end(dialogue.row)
+        super().ask(session, dialogue, asked)
+
+    def session_of(self, caller: Caller) -> Session:
+        """Returns the session of a caller's key. Raises: Denied for a key that does not begin with --api_key."""
+        if not caller.key.startswith(self.config.api_key):
+            raise Denied("the key is wrong")
+        if caller.key not in self.sessions:
+            self.sessions = {key: session for key, session in self.sessions.items() if session.dialogues}
+        return self.sessions.setdefault(caller.key, Session(caller.key))
+
+    def distribution_of(self, request: Request) -> Unrecorded:
+        names = {"temperature", "top_p", "top_k", "min_p"}
+        given = request.model_dump(include=names, exclude_none=True)
         try:
-            return super().launch()
-        finally:
-            self.is_drawing[others] = True
-            self.sampler = replace(self.sampler, distribution=default)
+            return distribution_with(self.scorer.default, given, self.scorer.model.vocab_size)
+        except UserError as error:
+            raise BadRequest(str(error).replace("--", ""), next(iter(given))) from error
+
+    async def with_top(self, request: Request, replies: list[tuple[Message, Sampled]]) -> list:
+        if request.num_top <= 0 and not request.echo:
+            return replies
+        loop, distribution = asyncio.get_running_loop(), self.distribution_of(request)
+        find = partial(self.scorer.with_top, distribution, request.echo)
+        return [(message, await loop.run_in_executor(None, find, sampled)) for message, sampled in replies]
+
+    async def complete(self, body: JSON, caller: Caller) -> Payload:
+        self.session_of(caller)
+        request = CompletionRequest.read(body)
+        prompts = [*map(self.scorer.encode, request.prompts)]
+        fields = head(self.name, f"cmpl-{next(self.numbers)}")
+        if request.stream:
+            return self.stream_completion(request, prompts, caller, fields)
+        if request.max_tokens == 0:
+            found = [[({}, Sampled(None, prompt_ids=prompt))] * request.n for prompt in prompts]
+        else:
+            found = await asyncio.gather(*[self.replies(caller, request, prompt) for prompt in prompts])
+        replies = await self.with_top(request, sum(map(list, found), []))
+        choices = [self.choice(request, sampled) for _, sampled in replies]
+        return as_json(completion_answer(request, choices, [sampled for _, sampled in replies], fields))
+
+    def text_of(self, request: CompletionRequest, sampled: Sampled, is_partial: bool = False) -> str:
+        """Returns the text of a completion, which begins with its prompt for an `echo`."""
+        text = sampled.reply.text if sampled.reply else ""
+        for stop in request.stops:
+            text = text.partition(stop)[0]
+        text = settled(text, request.stops) if is_partial else text
+        return self.tokenizer.decode(sampled.prompt_ids) + text if request.echo else text
+
+    def choice(self, request: CompletionRequest, sampled: Sampled) -> dict[str, JSON]:
+        """Returns a choice of a completion."""
+        text, tokenizer = self.text_of(request, sampled), self.tokenizer
+        return completion_choice(request, text, sampled, partial(texts_of, tokenizer), partial(token_bytes, tokenizer))
+
+    async def stream_completion(
+        self, request: CompletionRequest, prompts: Sequence[Sequence[int]], caller: Caller, fields: Mapping[str, JSON]
+    ) -> AsyncIterator[str]:
+        """Yields completions as the events of a stream, those of a prompt after those of the one before."""
+        sent, everything = [""] * (request.n * len(prompts)), []
+
+        def event(place: int, text: str, **more: JSON) -> str:
+            new, sent[place] = text[len(sent[place]) :], text
+            choice = {"finish_reason": None, "logprobs": None} | more | {"index": place, "text": new}
+            return sse(completion_chunk(fields, [choice]))
+
+        for number, prompt in enumerate(prompts):
+            answers, first = [], number * request.n
+            async for index, sampled in self.stream(request, caller, prompt, answers):
+                text = self.text_of(request, sampled, is_partial=True)
+                if text != sent[first + index]:
+                    yield event(first + index, text)
+            replies = [sampled for _, sampled in await self.with_top(request, answers)]
+            for index, sampled in enumerate(replies):
+                yield event(first + index, **self.choice(request, sampled))
+            everything += replies
+        if request.stream_options.include_usage:
+            yield sse(completion_chunk(fields, [], usage(everything, request.n)))
+        yield "data: [DONE]\n\n"
+
+    async def generate(self, body: JSON, caller: Caller) -> Payload:
+        self.session_of(caller)
+        whole = GenerateRequest.read(body)
+        request, prompt = whole.sampling_params, self.scorer.encode(whole.token_ids)
+        replies = await self.with_top(request, await self.replies(caller, request, prompt))
+        sampled = [each for _, each in replies]
+        return generate_answer(request, sampled, partial(token_bytes, self.tokenizer), f"gen-{next(self.numbers)}")
 
 
 class TokenScorer:
     """Log-probabilities of whole rows with their likeliest candidates, computed apart from sampling."""
 
-    def __init__(self, model: Decoder, params: Policy, tokenizer: Tokenizer, default: Distribution, context: int):
+    def __init__(self, model: Decoder, params: Policy, tokenizer: Tokenizer, default: Unrecorded, context: int):
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.default, self.context = default, context
 
-    def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Returns the ids of a prompt. Raises: BadRequest for one that is too long, and for ids that are no tokens."""
-        ids = prompt if isinstance(prompt, tuple) else (*self.tokenizer.first_ids, *self.tokenizer.encode(prompt))
-        if max(ids, default=0) >= self.model.vocab_size or not ids:
-            raise BadRequest("the prompt has no tokens, or ids that the model does not have")
+        ids = [*self.tokenizer.first_ids, *self.tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+        if not ids or not 0 <= min(ids) <= max(ids) < self.model.vocab_size:
+            raise BadRequest("prompt has no tokens, or ids that the model does not have", "prompt")
         if len(ids) >= self.context:
-            raise BadRequest(FULL)
+            raise BadRequest(FULL, "prompt")
         return ids
 
-    def text_of(self, token: int) -> str:
-        return self.tokenizer.hf.convert_ids_to_tokens(token)
+    def with_top(self, distribution: Unrecorded, is_echo: bool, sampled: Sampled) -> Sampled:
+        """Returns a reply with the likeliest candidates of each token, of the distribution that it was sampled from.
 
-    def text(self, request: ChatRequest, sampled: Sampled) -> str:
-        """Returns the text of a completion, behind that of its prompt for an `echo`."""
-        reply = sampled.reply.text if sampled.reply else ""
-        return self.tokenizer.decode(sampled.prompt_ids) + reply if request.echo else reply
-
-    def with_top(self, request: ChatRequest, sampled: Sampled) -> Sampled:
-        """Returns a reply with the likeliest candidates of each of its tokens; with `echo`, of the prompt's too."""
-        prompt = sampled.prompt_ids
-        row = [*prompt, *sampled.ids]
+        With `echo` the prompt has some too, and all are of the softmax at temperature 1.
+        """
+        row = [*sampled.prompt_ids, *sampled.ids]
         tokens = np.zeros((1, bucket(len(row))), np.int32)
         tokens[0, : len(row)] = row
-        given = {name: value for name, value in request.sampling._asdict().items() if value is not None}
-        temperature = float(given.get("temperature", self.default.temperature)) or 1.0
+        distribution = Unrecorded() if is_echo else distribution
         with LAUNCHING:
-            found = score(self.model, MAX_TOP, self.params, tokens, 1.0 if request.echo else temperature)
+            found = score(self.model, MAX_SUPPORT, self.params, tokens, distribution.temperature or 1.0)
         logprobs, values, numbers = jax.tree.map(lambda x: np.asarray(x[0, : len(row)]), found)
-        top = [dict(zip(*pair, strict=True)) for pair in zip(numbers.tolist(), values.tolist(), strict=True)]
-        if not request.echo:
-            return sampled._replace(top=tuple(top[len(prompt) :]))
-        return sampled._replace(logprobs=tuple(logprobs.tolist()), top=tuple(top))
+        start = 0 if is_echo else len(sampled.prompt_ids)
+        top = tuple(map(distribution.logprobs, values[start:], numbers[start:]))
+        if is_echo:
+            return sampled._replace(logprobs=tuple(logprobs.tolist()), top=top)
+        pairs = zip(top, sampled.ids, sampled.logprobs, strict=True)
+        return sampled._replace(top=top, logprobs=tuple(known.get(i, logprob) for known, i, logprob in pairs))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def score(
     model: Decoder, num_top: int, params: Policy, tokens: Int[Array, "1 T"], temperature: float
 ) -> tuple[Float[Array, "1 T"], Float[Array, "1 T K"], Int[Array, "1 T K"]]:
-    """Returns the log-probability of each token given those before it, and the likeliest tokens; 0 in column 0."""
+    """Returns log-probabilities of tokens given those before them, and of the likeliest tokens, with their ids.
+
+    They are of the softmax at this temperature; column 0 has 0.
+    """
     hidden = decoder.forward(model, params, tokens)[:, :-1]
     targets, width = tokens[:, 1:], -(-hidden.shape[1] // SCORED) * SCORED
     hidden = jnp.pad(hidden, ((0, 0), (0, width - hidden.shape[1]), (0, 0)))
@@ -359,23 +339,29 @@ def main(config: ServeCommand) -> None:
     model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
     context = min(serve.context, model.num_positions)
     serve = replace(serve, context=context)
-    sampling = replace(config.sampling, prompt_length=context - 1)
-    sampler = replace(make_sampler(sampling, model, tokenizer, layout, 1), max_new_tokens=context)
-    sampler = with_pages(sampler, config.sampling.page_size, has_turns=True)
+    sampler = replace(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), max_new_tokens=context)
+    distribution = default_distribution(serve, tokenizer, model.vocab_size)
+    sampler = replace(sampler, distribution=distribution, max_prompt_tokens=context - 1)
+    sampler = with_pages(sampler, serve.page_size, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     sampler = sampler.on(rollout)
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
     sampler = replace(sampler, paging=paging)
     num_rows = min(serve.rows, paging.num_slots)
-    dialect = serve.dialect or ("qwen" if "<tool_call>" in tokenizer.template else "json")
-    scorer = TokenScorer(model, params, tokenizer, sampler.distribution, context)
+    scorer = TokenScorer(model, params, tokenizer, distribution, context)
     name = Path(config.model.ckpt_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
-    with (endpoint := Endpoint(serve, name, num_rows, dialect, scorer)).server:
-        served = Served(tokenizer, endpoint, thinking, config.model.seed)
-        chain = ServedChain(served, sampler, sampler.load_weights(params))
+    env = Env()
+    with (endpoint := ModelEndpoint(serve, name, num_rows, config.model.seed, scorer)).server:
+        env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)
+        blanks, keys = [Problem([], None, thinking=thinking)] * num_rows, np.zeros((num_rows, 2), np.uint32)
+        served = AgentConversations(env, tokenizer, layout, blanks, np.zeros(num_rows, int), keys, stream=None)
+        chain = ProgramChain(served, 0, sampler, sampler.load_weights(params), ChainJob([], keys, 0, 0))
+        form = form_of(tokenizer, serve.dialect)
+        calls = f"calls of tools as {next(key for key, x in FORMS.items() if x is form)}" if form else "no tools"
+        sampled = f"temperature {distribution.temperature:g}, top_p {distribution.top_p:g}, top_k {distribution.top_k}"
         print(f"{name}: http://{serve.host}:{endpoint.server.port}/v1, {num_rows} conversations of up to "
-              f"{context:,} tokens, tool calls as {dialect} (Ctrl-C ends)", flush=True)  # fmt: skip
+              f"{context:,} tokens, {sampled} by default, {calls} (Ctrl-C ends)", flush=True)  # fmt: skip
         try:
             chain.run(Event())
         except KeyboardInterrupt:

@@ -4,14 +4,15 @@ It answers this machine only, by its own names: other sites that a browser has o
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from importlib.util import find_spec
 from typing import Any, Self
 
-from recipes.agents.protocol import BadRequest, chunks, error_body, read_json
 from utils.settings.errors import UserError
 
 try:
@@ -25,17 +26,30 @@ except ImportError:  # `check_packages` says what to install
     Starlette = Response = StreamingResponse = None
 
 JSON = Any
-Payload = dict[str, JSON]
+Payload = JSON  # of an answer: JSON, a text of JSON, a Response, or an iterator of the events of a stream
 PathHandler = Callable[[JSON, "Caller"], Awaitable[Payload]]
 MAX_BYTES = 10**7  # of a request
+PACKAGES = ("starlette", "uvicorn", "pydantic", "openai")
 SLOW = 10.0  # seconds in which a request must have come
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_packages(what: str) -> None:
-    """Raises UserError with the line that installs the server, if it is not there."""
-    if Starlette is None:
-        raise UserError(f"{what} needs a web server: `pip install starlette uvicorn`")
+    """Raises UserError with the line that installs what is not there."""
+    if any(find_spec(name) is None for name in PACKAGES):
+        raise UserError(f"{what} needs more packages: `pip install {' '.join(PACKAGES)}`")
+
+
+class BadRequest(ValueError):
+    """Raised for a request that cannot be answered; its text goes to the client."""
+
+    def __init__(self, text: str, field: str = ""):
+        super().__init__(text)
+        self.field = field  # that is wrong
+
+
+class Denied(BadRequest):
+    """Raised for a caller without a right to an answer."""
 
 
 class Caller:
@@ -49,16 +63,17 @@ class Caller:
         self.has_gone = request.is_disconnected
 
 
-class Denied(BadRequest):
-    """Raised for a caller without a right to an answer."""
-
-
 class Server:
-    """Serves paths until it is closed; use it as a context manager. `handlers`: by method and path, as "POST /v1/x"."""
+    """Serves paths until it is closed; use it as a context manager. `handlers`: by method and path, as "POST /v1/x".
 
-    def __init__(self, handlers: Mapping[str, PathHandler], host: str = "127.0.0.1", port: int = 0):
+    `stops_work`: the work for a client that leaves is cancelled.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, PathHandler], host: str = "127.0.0.1", port: int = 0, stops_work: bool = False
+    ):
         check_packages("an endpoint")
-        self.handlers, self.names = handlers, {*NAMES, host}
+        self.handlers, self.names, self.stops_work = handlers, {*NAMES, host}, stops_work
         self.is_public = host not in NAMES
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family)
@@ -111,19 +126,22 @@ class Server:
         try:
             self.check_origin(request)
             body = read_json(await asyncio.wait_for(read_body(request), SLOW)) if request.method == "POST" else None
-            answer = await self.handlers[f"{request.method} {request.url.path}"](body, Caller(request))
+            handled = self.handlers[f"{request.method} {request.url.path}"](body, Caller(request))
+            answer = await (while_connected(request, handled) if self.stops_work else handled)
+            if isinstance(answer, AsyncIterator):
+                first = await anext(answer)  # what is wrong with a request is told before a stream begins
         except Denied as error:
-            return JSONResponse(error_body(str(error), "authentication_error"), status_code=401)
+            return JSONResponse(error_body(error, "authentication_error"), status_code=401)
         except BadRequest as error:
-            code = "context_length_exceeded" if "context length" in str(error) else None
-            return JSONResponse(error_body(str(error), code=code), status_code=400)
+            return JSONResponse(error_body(error), status_code=400)
         except (TimeoutError, ClientDisconnect):
-            return JSONResponse(error_body("the request has not come in time"), status_code=408)
+            return JSONResponse(error_body(BadRequest("the request has not come in time")), status_code=408)
+        if isinstance(answer, AsyncIterator):
+            return StreamingResponse(chained(first, answer), media_type="text/event-stream")
         if isinstance(answer, Response):
             return answer
-        if isinstance(body, dict) and body.get("stream") is True:
-            return StreamingResponse(iter(chunks(answer)), media_type="text/event-stream")
-        return Response(json.dumps(answer), media_type="application/json")
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return Response(text, media_type="application/json")
 
     def check_origin(self, request: "HTTPRequest") -> None:
         """Raises BadRequest for a request that a page of another site sends, or that names another host."""
@@ -152,3 +170,42 @@ async def read_body(request: "HTTPRequest") -> bytes:
         if len(body) > MAX_BYTES:
             raise BadRequest(f"a request has at most {MAX_BYTES:,} bytes")
     return bytes(body)
+
+
+async def while_connected(request: "HTTPRequest", handled: Awaitable[Payload]) -> Payload:
+    """Returns an answer. Raises: ClientDisconnect if the client leaves before, and cancels its work."""
+    work = asyncio.ensure_future(handled)
+    gone = asyncio.ensure_future(request.receive())  # behind the body comes the end of the connection
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async with contextlib.aclosing(rest):
+        async for event in rest:
+            yield event
+
+
+def read_json(body: bytes) -> JSON:
+    """Returns the JSON of a request. Raises: BadRequest for anything else, and for numbers that are not finite."""
+    try:
+        return json.loads(body, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the request is not valid JSON ({error})"[:200]) from error
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def error_body(error: BadRequest, kind: str = "invalid_request_error") -> dict[str, JSON]:
+    """Returns OpenAI's error object."""
+    code = "context_length_exceeded" if "context length" in str(error) else None
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": code}}

@@ -20,163 +20,18 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from envs.base import DIALECTS, Reply  # noqa: E402
+from envs.base import Reply  # noqa: E402
 from envs.scoring.helper import Failure  # noqa: E402
+from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
-from recipes.agents.protocol import (  # noqa: E402
-    BadRequest,
-    ChatRequest,
-    Sampled,
-    chat_answer,
-    chunks,
-    read_chat,
-    read_completion,
-    read_generate,
-    read_json,
-    read_message,
-    reply_message,
-)
+from recipes.agents.protocol import ChatRequest, Sampled  # noqa: E402
 from recipes.agents.server import Server  # noqa: E402
-from recipes.agents.sessions import BUDGET, Asked, Book, Ended, Session  # noqa: E402
+from recipes.agents.sessions import BUDGET, Asked, Ended, Endpoint, Session  # noqa: E402
+from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
 HELLO = {"role": "user", "content": "hello"}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
-CALL = '{"name": "add", "arguments": {"a": 1}}'
-
-
-# Requests
-
-REFUSED = [
-    ([], "no JSON object"),
-    ({}, "messages is empty"),
-    ({"messages": []}, "messages is empty"),
-    ({"messages": "hello"}, "of another type"),
-    ({"messages": ["hello"]}, "no object"),
-    ({"messages": [{"content": "a"}]}, "has the role null"),
-    ({"messages": [{"role": "root", "content": "a"}]}, "has the role"),
-    ({"messages": [{"role": ["user"], "content": "a"}]}, "has the role"),
-    ({"messages": [{"role": "user", "content": 5}]}, "only text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
-    ({"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, '"audio"'),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, '"tool_calls"'),
-    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "no list"),
-    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "no call"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "no JSON"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}]}, "no object"),
-    ({"tools": "add"}, "of another type"),
-    ({"tools": [{"name": "add"}]}, "tools has"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "no call can be forced"),
-    ({"tool_choice": "all"}, "no call can be forced"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 2}, "top_p"),
-    ({"top_k": 1.5}, "whole"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 3}, "min_p"),
-    ({"n": 0}, "n is 0"),
-    ({"n": 1000}, "n is 1000"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": "many"}, "max_completion_tokens"),
-    ({"seed": 0.5}, "seed"),
-    ({"stop": 5}, "stop"),
-    ({"stop": [5]}, "stop"),
-    ({"stop": [""]}, "stop"),
-    ({"stop": ["a"] * 99}, "stop"),
-    ({"logprobs": 5}, "logprobs"),
-    ({"top_logprobs": 5}, "without logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"stream": "yes"}, "stream"),
-    ({"frequency_penalty": 1}, "frequency_penalty"),
-    ({"presence_penalty": -1}, "presence_penalty"),
-    ({"logit_bias": {"5": 100}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"guided_json": {}}, "guided_json is not supported"),
-    ({"chat_template_kwargs": {"system": "x"}}, "chat_template_kwargs"),
-    ({"messages": [{"role": "user", "content": "a" * 1_100_000}]}, "characters"),
-]
-
-
-@pytest.mark.parametrize(("body", "reason"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
-def test_what_cannot_be_done_is_refused_by_name(body, reason):
-    whole = body if isinstance(body, list) or "messages" in body or not body else {"messages": [HELLO], **body}
-    with pytest.raises(BadRequest, match=reason):
-        read_chat(whole)
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"a": NaN}', b"[" * 100_000, b"\xff\xfe", b"-Infinity"])
-def test_a_body_that_is_no_json_is_refused(body):
-    with pytest.raises(BadRequest, match="no JSON"):
-        read_json(body)
-
-
-def test_a_request_is_read_whole():
-    request = read_chat({
-        "model": "x", "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, HELLO],
-        "tools": [TOOL], "tool_choice": "auto", "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
-        "max_tokens": 50, "max_completion_tokens": 40, "stop": "END", "n": 2, "seed": 7, "logprobs": True,
-        "top_logprobs": 3, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
-        "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me",
-        "chat_template_kwargs": {"enable_thinking": False},
-    })  # fmt: skip
-    assert request.messages == ({"role": "system", "content": "a"}, HELLO)
-    assert (request.max_tokens, request.stop, request.n, request.seed) == (40, ("END",), 2, 7)
-    assert (request.top_logprobs, request.returns_ids, request.thinking) == (3, True, False)
-    assert tuple(request.sampling) == (0.5, 0.9, -1, 0.1)
-    assert read_chat({"messages": [HELLO], "tools": [TOOL], "tool_choice": "none"}).tools == ()
-
-
-def test_completions_take_texts_and_ids():
-    assert read_completion({"prompt": "a"}).prompts == ("a",)
-    assert read_completion({"prompt": ["a", "b"]}).prompts == ("a", "b")
-    assert read_completion({"prompt": [1, 2]}).prompts == ((1, 2),)
-    assert read_completion({"prompt": [[1], [2]], "logprobs": 1, "echo": True, "max_tokens": 0}).top_logprobs == 1
-    for prompt in (None, [], [[]], [1.5], [-1], {"a": 1}):
-        with pytest.raises(BadRequest):
-            read_completion({"prompt": prompt})
-    asked = read_generate({"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "stop_token_ids": [4]}})
-    assert (asked.prompts, asked.max_tokens, asked.returns_ids) == (((1, 2),), 3, True)
-
-
-# Replies
-
-
-@pytest.mark.parametrize("dialect", ["qwen", "json"])
-@pytest.mark.parametrize("thoughts", ["", "hm"])
-def test_a_reply_comes_back_as_it_was_sent(dialect, thoughts):
-    """What clients send back is compared with what they got: thoughts, text and calls."""
-    signs = DIALECTS[dialect]
-    text = (f"<think>\n{thoughts}\n</think>\n\n" if thoughts else "") + f"{signs.opening}{CALL}{signs.closing}"
-    message = reply_message(Reply(text, (CALL,)), signs, 3, has_tools=True)
-    (call,) = message["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"a": 1}
-    assert message.get("reasoning_content", "") == thoughts
-    answer = chat_answer(ChatRequest(), [message], [Sampled(Reply(text), (1, 2), (0.0, -1.0))], "m", "1")
-    sent = json.loads(json.dumps(answer))["choices"][0]
-    assert sent["finish_reason"] == "tool_calls"
-    assert sent["message"]["content"] is None, "as OpenAI's: no text beside calls"
-    assert read_message(sent["message"]) == read_message(message)
-    (chunk, end) = chunks(answer)
-    assert end == "data: [DONE]\n\n"
-    assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
-
-
-def test_calls_that_cannot_be_read_stay_text():
-    for calls, has_tools in (("{broken",), True), (("",), True), ((CALL,), False):
-        message = reply_message(Reply("<tool_call>?", calls), DIALECTS["qwen"], 1, has_tools)
-        assert message == {"role": "assistant", "content": "<tool_call>?"}
-
-
-def test_log_probabilities_are_finite_and_at_most_0():
-    request = read_chat({"messages": [HELLO], "logprobs": True, "top_logprobs": 1})
-    sampled = Sampled(Reply("a"), (5, 6), (1e-7, -float("inf")), top=({5: 1e-7, 7: -3.0}, {6: -1.0}))
-    answer = chat_answer(request, [{"role": "assistant", "content": "a"}], [sampled], "m", "1")
-    first, second = answer["choices"][0]["logprobs"]["content"]
-    assert (first["token"], first["logprob"], second["logprob"]) == ("token_id:5", 0.0, -1e4)
-    assert first["top_logprobs"] == [{"token": "token_id:5", "logprob": 0.0, "bytes": None}]
 
 
 # Sessions
@@ -185,76 +40,147 @@ def test_log_probabilities_are_finite_and_at_most_0():
 class Loop:
     """A server whose thread is the test's."""
 
+    stops_work = False
+
     def call(self, function, *arguments):
         function(*arguments)
 
 
-class Script(Book):
-    """Answers each request by its number and row."""
+class Asking:
+    """A caller."""
 
-    def __init__(self, num_rows: int = 9, max_calls: int = 0):
-        super().__init__(Loop(), DIALECTS["qwen"], max_calls)
-        self.rows, self.asked = deque(range(num_rows)), []
+    key = "key"
+
+    def __init__(self, is_retry=False):
+        self.is_retry = is_retry
+
+
+class Script(Endpoint):
+    """Answers each request by its number; `is_whole`: whether its rows hold what it answers."""
+
+    def __init__(self, num_rows: int = 9, max_calls: int = 0, is_whole: bool = True, num_places: int = 0):
+        super().__init__(Loop(), "script", "qwen", max_calls, num_places)
+        self.tokenizer = load_tokenizer(ROOT / "models/tiny")
+        self.rows, self.asked, self.is_whole = deque(range(num_rows)), [], is_whole
+        self.session = Session("key")
 
     def take_row(self, session):
         return self.rows.popleft()
 
+    def session_of(self, caller):
+        return self.session
+
     def ask(self, session, dialogue, asked):
-        row = dialogue.row
-        self.asked.append((row, asked))
-        reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,))
-        asyncio.get_running_loop().call_soon(self.reply, row, reply)
+        super().ask(session, dialogue, asked)
+        self.asked.append((dialogue.row, asked))
+        reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,), is_whole=self.is_whole)
+        asyncio.get_running_loop().call_soon(self.reply, asked, reply)
 
 
-def talk(book: Book, *requests: tuple[list, bool]) -> list[dict]:
-    """The messages that answer these requests of one session, one after the other."""
-    session = Session("key")
+def talk(script: Script, *requests: tuple) -> list[dict]:
+    """The messages that answer these requests of one session: messages, whether it is a retry, other fields."""
 
     async def run():
         said = []
-        for messages, is_retry in requests:
-            asked = read_chat({"messages": [m if isinstance(m, dict) else said[m] for m in messages]})
-            said.append((await book.reply_to(session, asked, is_retry))[0])
+        for messages, is_retry, *more in requests:
+            sent = {"messages": [m if isinstance(m, dict) else said[m] for m in messages], **(more or [{}])[0]}
+            said.append((await script.replies(Asking(is_retry), ChatRequest.read(sent)))[0][0])
         return said
 
-    return asyncio.run(run()), session
+    return asyncio.run(run())
+
+
+MORE = {"role": "user", "content": "more"}
 
 
 def test_a_request_continues_behind_the_replies_as_they_were_returned():
-    book = Script()
-    more = {"role": "user", "content": "more"}
+    script = Script()
     other = {"role": "assistant", "content": "reply 1!"}
-    said, session = talk(
-        book,
+    talk(
+        script,
         ([HELLO], False),
-        ([HELLO, 0, more], False),  # continues
-        ([HELLO, other, more], False),  # a reply that was never given: a fork
+        ([HELLO, 0, MORE], False),  # continues
+        ([HELLO, other, MORE], False),  # a reply that was never given: a fork
         ([HELLO], False),  # the same again, not said to be a retry: a fork
-        ([HELLO, 0, more, 1, HELLO], False),  # continues the first
+        ([HELLO, 0, MORE, 1, HELLO], False),  # continues the first
     )
-    assert [row for row, _ in book.asked] == [0, 0, 1, 2, 0]
-    assert [asked.is_new for _, asked in book.asked] == [True, False, True, True, False]
-    assert [len(asked.messages) for _, asked in book.asked] == [1, 1, 3, 1, 1]
-    assert (session.num_calls, len(session.turns)) == (5, 3)
+    assert [row for row, _ in script.asked] == [0, 0, 1, 2, 0]
+    assert [asked.is_new for _, asked in script.asked] == [True, False, True, True, False]
+    assert [len(asked.messages) for _, asked in script.asked] == [1, 1, 3, 1, 1]
+    assert (script.session.num_calls, len(script.session.dialogues)) == (5, 3)
 
 
-def test_a_retry_gets_the_stored_answer():
-    book = Script()
-    said, session = talk(book, ([HELLO], False), ([HELLO], True))
-    assert said[0] == said[1]
-    assert (len(book.asked), session.num_calls) == (1, 1)
+@pytest.mark.parametrize(
+    ("fields", "is_new"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "max_tokens": 3, "stop": "x", "seed": 1, "logprobs": True}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+        ({"n": 2}, True),
+    ],
+)
+def test_a_turn_is_what_the_client_sent(fields, is_new):
+    script = Script()
+    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False, fields))
+    assert {asked.is_new for _, asked in script.asked[1:]} == {is_new}
+
+
+def test_a_reply_that_no_row_holds_is_not_continued():
+    script = Script(is_whole=False)
+    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False))
+    assert [asked.is_new for _, asked in script.asked] == [True, True]
+
+
+def test_a_retry_gets_the_answer_of_the_one_equal_request():
+    script = Script()
+    said = talk(script, ([HELLO], False), ([HELLO], True), ([HELLO], True, {"max_tokens": 3}), ([HELLO], False))
+    assert said[0] == said[1] != said[2]
+    assert (len(script.asked), script.session.num_calls) == (3, 3)
+    again = talk(script, ([HELLO], True))
+    assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
+
+
+def test_choices_are_samples_of_their_own():
+    script = Script()
+    talk(script, ([HELLO], False, {"n": 3}))
+    assert [(row, asked.index) for row, asked in script.asked] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_requests_beyond_the_rows_wait_in_their_order():
+    script = Script(num_places=2)
+    held = []
+    script.reply = lambda asked, sampled: held.append(asked)
+
+    async def run():
+        sent = [ChatRequest.read({"messages": [HELLO], "max_tokens": i}) for i in range(1, 6)]
+        tasks = [asyncio.ensure_future(script.replies(Asking(), request)) for request in sent]
+        for _ in range(5):
+            while not held:
+                await asyncio.sleep(0)
+            assert sum(x.request is not None for _, x in script.asked if not x.reply.done()) <= 2
+            held.pop(0).reply.set_result(Sampled(Reply("a"), (1,), (-0.5,)))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [asked.request.max_tokens for _, asked in script.asked] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+def test_names_that_the_template_does_not_show_are_left_out(role, capsys):
+    """AutoGen names the speaker of each message."""
+    script = Script()
+    named = {"role": role, "content": "Use 3.", "name": "planner"}
+    talk(script, ([named, HELLO] if role == "system" else [HELLO, named, HELLO], False), ([HELLO, named, HELLO], False))
+    assert all("name" not in message for _, asked in script.asked for message in asked.messages)
+    assert capsys.readouterr().out.count(f"no names of messages of the role {role}") == 1
 
 
 def test_behind_the_budget_comes_a_text_that_is_not_sampled():
-    book = Script(max_calls=1)
-    said, _ = talk(book, ([HELLO], False), ([HELLO, 0, HELLO], False))
+    script = Script(max_calls=1)
+    said = talk(script, ([HELLO], False), ([HELLO, 0, HELLO], False))
     assert said[1]["content"] == BUDGET
-    assert len(book.asked) == 1
-
-
-def test_a_last_message_of_the_assistant_is_refused():
-    with pytest.raises(BadRequest, match="last message"):
-        talk(Script(), ([HELLO, {"role": "assistant", "content": "a"}], False))
+    assert len(script.asked) == 1
 
 
 # Rewards
@@ -317,6 +243,11 @@ def play(row, kind):
         sys.exit(3)
     if kind == "steals":
         ask(key="another")
+    if kind == "logs":
+        print("INFO: closed", file=sys.stderr, flush=True)
+        os.write(1, b"0.5\\n")
+        os.write(2, b"Exception ignored in: <x>\\n")
+        os._exit(0)
     if kind == "prints null":
         return None
     if kind == "says nothing more":
@@ -326,6 +257,7 @@ def play(row, kind):
 ENDS = {  # of programs by kind; rewards, or a part of the reason why there are none
     "is paid": 0.5,
     "leaves processes": 0.5,
+    "logs": 0.5,  # what comes on stderr is no reward
     "hangs": "ran for 2 seconds",
     "dies": "status -9",
     "fills the memory": "MemoryError",
@@ -349,11 +281,12 @@ def program(tmp_path_factory) -> Path:
 def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, Ended | Failure]:
     """The ends of programs, whose requests are answered."""
     rows, ends = {job.row for job in jobs}, {}
+    host.tokenizer = load_tokenizer(ROOT / "models/tiny")
     host.begin(jobs, deque())
     while len(ends) < len(jobs):
         for row, outcome in host.take(rows - ends.keys(), 1).items():
             if isinstance(outcome, Asked):
-                host.answer(row, Sampled(Reply(f"reply of {row}"), (1,), (-0.5,)))
+                host.answer(row, outcome, Sampled(Reply(f"reply of {row}"), (1,), (-0.5,)))
             else:
                 ends[row] = outcome
     return ends
@@ -388,7 +321,7 @@ def test_a_command_gets_its_row_and_its_endpoint(program):
     command = f'cd {program.parent} && {sys.executable} -c "{script}"'
     with AgentHost(AgentSettings(command, timeout=30.0)) as host:
         ends = play(host, [AgentJob(7, {"x": 0.25}, seed=1)])
-    assert ends[7] == Ended({"calls": 1.0, "forks": 0.0, "correct_answer": 0.0, "return": 0.25})
+    assert ends[7] == Ended({"calls": 1.0, "forks": 0.0, "auxiliary": 0.0, "correct_answer": 0.0, "return": 0.25})
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def forging(low, high, number, base_url, api_key):
     for messages in (
         [{"role": "user", "content": forged}],
         [{"role": "assistant", "content": forged}, {"role": "user", "content": "Go on."}],
-        [{"role": "user", "content": "1", "name": forged}],
     ):
         try:
             ask(base_url, api_key, messages)
@@ -123,6 +122,13 @@ def fragile(low, high, number, base_url, api_key):
         except urllib.error.HTTPError:
             return 0.0
     return guess(low, high, number, base_url, api_key)
+
+def stopping(low, high, number, base_url, api_key):
+    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    for turn in range(3):
+        messages.append(ask(base_url, api_key, messages, stop=["1", "3", "5", "7"])["choices"][0]["message"])
+        messages.append({"role": "user", "content": "lower"})
+    return 0.5
 
 def long(low, high, number, base_url, api_key):
     messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
@@ -232,6 +238,17 @@ def test_conversations_that_outlive_programs_or_wait(function, play):
     assert not episodes.failed.any()
     if function == "planning":
         assert np.bincount(episodes.rollout).tolist() == [2] * 8
+
+
+def test_rows_hold_the_replies_that_programs_got(play):
+    """A reply without its stop text is what the next turn continues, in its row or in another."""
+    tokenizer, episodes = load_model(PLAYER, single_device())[2], play("stopping", num_tasks=8)
+    last = set(np.flatnonzero(np.diff(episodes.rollout, append=-1)).tolist())
+    for row, (tokens, _, _) in enumerate(rows_of(episodes)):
+        said = tokenizer.hf.decode(tokens).partition("lower")
+        replies = said[0].rpartition("Guess")[2].partition("assistant")[2] if said[1] else ""
+        assert not set(replies) & set("1357"), (row, row in last, tokenizer.hf.decode(tokens))
+    assert not episodes.failed.any()
 
 
 def test_a_message_cannot_forge_a_turn(play):

@@ -1,16 +1,19 @@
 """The endpoint of a model: what it samples, what goes on in a row of the cache, and what it refuses."""
 
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +21,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
 
 from models import decoder  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
-from recipes.agents.serve import ServeConfig  # noqa: E402
+from models.tokenizer import load_tokenizer  # noqa: E402
+from recipes.agents.serve import ServeConfig, default_distribution  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -34,7 +39,7 @@ ROWS, CONTEXT = 6, 320
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     command = [sys.executable, "recipes/agents/serve.py", "--model_dir", TINY, "--port", "0"]
-    command += ["--context", CONTEXT, "--rows", ROWS, "--dialect", "qwen"]
+    command += ["--context", CONTEXT, "--rows", ROWS]
     process = subprocess.Popen(
         [*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     )
@@ -90,9 +95,20 @@ def test_log_probabilities_are_of_what_was_sampled(chat, logprobs_of, temperatur
     if temperature == 0:
         assert ids == expected.argmax(axis=1).tolist()
     for token, row in zip(answer["choices"][0]["logprobs"]["content"], expected, strict=True):
-        found = {int(top["token"].removeprefix("token_id:")): top["logprob"] for top in token["top_logprobs"]}
+        found = {tuple(top["bytes"]): top["logprob"] for top in token["top_logprobs"]}
         assert len(found) == 5
         np.testing.assert_allclose(sorted(found.values()), np.sort(row)[-5:], atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 4, "temperature": 2.0}, {"top_p": 0.8, "min_p": 0.1}])
+def test_both_log_probabilities_are_of_one_distribution(chat, sampling):
+    answer = chat(top_logprobs=4, seed=2, **sampling)
+    for token in answer["choices"][0]["logprobs"]["content"]:
+        tops = {tuple(top["bytes"]): top["logprob"] for top in token["top_logprobs"]}
+        assert tops.get(tuple(token["bytes"]), token["logprob"]) == token["logprob"]
+        assert np.exp([*tops.values()]).sum() <= 1 + 1e-4
+        if "top_k" in sampling:
+            assert np.exp([*tops.values()]).sum() == pytest.approx(1, abs=1e-4)
 
 
 def test_a_conversation_goes_on_behind_its_own_tokens(chat, logprobs_of):
@@ -105,6 +121,27 @@ def test_a_conversation_goes_on_behind_its_own_tokens(chat, logprobs_of):
     np.testing.assert_allclose(logprobs, expected[np.arange(len(ids)), ids], atol=1e-4)
     again = chat(said, key="another")  # which has not seen it: rendered by the template
     assert tokens_of(again)[0][: len(prompt)] == prompt
+
+
+def test_a_reply_cut_by_a_stop_text_continues_as_it_was_sent(chat):
+    """Its row is cut where the stop text begins, or the next request is rendered as apply_chat_template has it."""
+    hf = load_tokenizer(TINY).hf
+    for i, stop in enumerate(("=", "14", "4=", "\n<answer>")):
+        first = chat(key=f"stop {i}", seed=5, stop=stop, max_tokens=60)
+        message = first["choices"][0]["message"]
+        said = [*ASKED, message, {"role": "user", "content": "Use 2 5 to make 10."}]
+        prompt = hf.decode(tokens_of(chat(said, key=f"stop {i}", max_tokens=4))[0])
+        reply = prompt.partition("assistant\n")[2].partition("<|im_end|>")[0]
+        assert stop not in reply
+        assert reply.count(message["reasoning_content"] if "reasoning_content" in message else message["content"]) == 1
+
+
+def test_a_second_turn_counts_its_own_thinking(chat):
+    """A template without the switch: the row is the same, but it begins anew."""
+    first = chat(key="t")
+    said = [*ASKED, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    row = tokens_of(chat(said, key="t", chat_template_kwargs={"enable_thinking": True}))[0]
+    assert row[: len(tokens_of(first)[0])] == tokens_of(first)[0]
 
 
 def test_seeds_repeat_whatever_else_is_sampled(chat):
@@ -126,6 +163,83 @@ def test_more_conversations_than_rows(chat):
         chat(key=f"key {i}")
     said = [*ASKED, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
     assert tokens_of(chat(said, key="first"))[1]
+
+
+def test_choices_with_a_seed_differ_and_repeat(chat):
+    found = [[choice["token_ids"] for choice in chat(n=8, seed=7)["choices"]] for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) > 1
+    assert found[0][0] == chat(seed=7)["choices"][0]["token_ids"]
+
+
+def test_many_clients_wait_for_few_rows(chat):
+    with ThreadPoolExecutor(50) as pool:
+        found = list(pool.map(lambda i: chat(key=f"many {i}", max_tokens=4), range(50)))
+    assert all(answer["choices"] for answer in found)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1e-6}, {"temperature": 1e-20}, {"temperature": 1e-38}, {"top_k": 1}],
+)
+def test_distributions_near_the_greedy_one_are_greedy(chat, sampling):
+    assert tokens_of(chat(**sampling))[1] == tokens_of(chat(temperature=0))[1]
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 200}, {"top_k": 129}, {"min_p": 1.0}, {"seed": 2**64}])
+def test_what_cannot_be_sampled_is_refused_and_ends_nothing(chat, sampling):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        chat(**sampling)
+    assert (error.value.code, next(iter(sampling)) in error.value.read().decode()) == (400, True)
+    assert tokens_of(chat(top_k=10**6, seed=1))[1] == tokens_of(chat(seed=1))[1], "of the vocabulary's size: all"
+
+
+def test_clients_read_answers_and_streams(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="client")
+    with pytest.raises(openai.BadRequestError, match="response_format is"):
+        client.chat.completions.create(model="tiny", messages=ASKED, response_format={"type": "json_object"})
+    fields = {"model": "tiny", "seed": 3, "max_tokens": 60, "temperature": 1.0}
+    whole = client.chat.completions.create(messages=ASKED, n=2, **fields)
+    events = [*client.chat.completions.create(
+        messages=ASKED, n=2, stream=True, stream_options={"include_usage": True}, **fields
+    )]  # fmt: skip
+    assert len(events) > 4, "a chunk a segment"
+    assert events[-1].usage == whole.usage and not events[-1].choices
+    for index, expected in enumerate(whole.choices):
+        chunks = [x for event in events for x in event.choices if x.index == index]
+        assert "".join(x.delta.content or "" for x in chunks) == (expected.message.content or "")
+        thoughts = "".join(getattr(x.delta, "reasoning_content", "") or "" for x in chunks)
+        assert thoughts == expected.message.reasoning_content
+        assert [x.finish_reason for x in chunks if x.finish_reason] == [expected.finish_reason]
+    text = client.completions.create(prompt=["Use 3 4", "Use 5"], n=2, logprobs=2, **fields)
+    parts = [*client.completions.create(prompt=["Use 3 4", "Use 5"], n=2, logprobs=2, stream=True, **fields)]
+    for index, expected in enumerate(text.choices):
+        chunks = [x for event in parts for x in event.choices if x.index == index]
+        assert "".join(x.text for x in chunks) == expected.text
+        assert "".join(expected.logprobs.tokens) == expected.text
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_texts_of_tokens_are_those_of_the_text(url):
+    body = {"prompt": "Use 3 4 é 日本 7", "max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": True}
+    choice = post(url, "/v1/completions", body)["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    pairs = zip(found["text_offset"], found["tokens"], strict=True)
+    assert all(choice["text"][start : start + len(token)] == token for start, token in pairs)
+
+
+def test_a_client_that_leaves_ends_its_row(url, chat):
+    """Its rows are free for others at once; nothing is lost."""
+    body = json.dumps({"messages": ASKED, "n": ROWS, "stop": ["never"], "temperature": 2.0}).encode()
+    for _ in range(3):
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        connection.request("POST", "/v1/chat/completions", body)
+        time.sleep(0.2)
+        connection.close()
+    start = time.monotonic()
+    assert tokens_of(chat(max_tokens=2))[1]
+    assert time.monotonic() - start < 10
 
 
 def test_stop_texts_and_several_choices(chat):
@@ -167,7 +281,9 @@ def test_ids_in_and_ids_out(url):
         ("/v1/completions", {"prompt": [5] * 400}, "context length"),
         ("/v1/completions", {"prompt": [10**6]}, "ids that the model does not have"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "spells"),
-        ("/v1/chat/completions", b"{", "no JSON"),
+        ("/v1/chat/completions", b"{", "not valid JSON"),
+        ("/inference/v1/generate", {"token_ids": [600]}, "ids that the model does not have"),
+        ("/v1/chat/completions", {"messages": ASKED, "reasoning_effort": "low"}, "reasoning_effort is not supported"),
     ],
 )
 def test_what_is_refused_leaves_the_others(url, chat, path, body, reason):
@@ -182,6 +298,22 @@ def test_the_card_says_how_long_a_conversation_may_be(url):
     with urllib.request.urlopen(url + "/v1/models") as answer:
         (card,) = json.loads(answer.read())["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "expected"),
+    [
+        ({}, {}, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": 0}, (0.0, 0, 1.0)),
+        ({"temperature": 1e-7, "top_k": 200}, {}, (0.0, 128, 1.0)),
+        ({"top_k": 1000}, {}, (1.0, 0, 1.0)),
+    ],
+)
+def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
+    tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
+    found = default_distribution(ServeConfig(**options), tokenizer, vocab_size=512)
+    assert (found.temperature, found.top_k, found.top_p) == expected
 
 
 def test_other_machines_need_a_key():
