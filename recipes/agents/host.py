@@ -17,7 +17,7 @@ from itertools import count
 from typing import NamedTuple, Self
 
 from envs.own_code import ROOT, passed_variables
-from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
+from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
 from recipes.agents.protocol import Sampled

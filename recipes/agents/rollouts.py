@@ -24,9 +24,9 @@ from core.chains.turns import Conversations, Observation, Record, TurnChain, for
 from core.records import Completions
 from core.sampler import ChainJob, Sampler
 from envs.base import Problem, Reply, Step
-from envs.scoring.helper import Failure
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies
+from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.host import AgentHost, AgentJob
 from recipes.agents.protocol import THINK, Sampled

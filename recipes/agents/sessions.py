@@ -16,8 +16,8 @@ from itertools import count
 from typing import NamedTuple
 
 from envs.base import DIALECTS, Reply
-from envs.scoring.helper import Failure
 from envs.scoring.patience import HURRY, Patience
+from envs.scoring.worker import Failure
 from models.tokenizer import Tokenizer
 from recipes.agents.protocol import (
     ChatRequest,

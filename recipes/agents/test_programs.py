@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from envs.base import Reply  # noqa: E402
-from envs.scoring.helper import Failure  # noqa: E402
+from envs.scoring.worker import Failure  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Reply, Step
-from envs.scoring.helper import EpisodeCache, Turns
+from envs.scoring.worker import EpisodeCache, Turns
 from recipes.gyms import libraries
 from utils.settings.errors import UserError
 
