@@ -16,7 +16,6 @@ import argparse
 import ast
 import ctypes
 import json
-import math
 import operator
 import random
 import re
@@ -39,6 +38,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 Params = dict  # arrays by their names in the files; "layers" has those of all layers, stacked [L, ...]
+WHOLE, BY_ROWS = PartitionSpec(), PartitionSpec("devices")  # of an array on each device
 Problem = tuple[str, object]  # the user's message, and the answer that replies are compared with
 
 
@@ -103,8 +103,7 @@ def train(settings: Settings, model: Model, params: Params, tokenizer: AutoToken
         problems = make_problems(settings, "train", range(step * N, (step + 1) * N))
         problems = [problem for problem in problems for _ in range(G)]
         batch, rewards = roll_out(settings, model, params, tokenizer, problems, key)
-        num_tokens = batch.mask.sum()
-        entropy = -batch.logprobs.sum() / num_tokens
+        num_tokens, entropy = batch.mask.sum(), -batch.logprobs.sum() / batch.mask.sum()
         speed = num_tokens / (time.perf_counter() - clock)
 
         # Advantages: each reward beside those of its group. A group of equal rewards teaches nothing.
@@ -164,14 +163,13 @@ def roll_out(
     settings: Settings, model: Model, params: Params, tokenizer: AutoTokenizer, problems: list, key: Array
 ) -> tuple[Batch, np.ndarray]:
     """Samples a reply to each Problem, and scores it. Returns the rows, and their rewards [B]."""
-    P = settings.prompt_length
     chats = [[{"role": "user", "content": text}] for text, _ in problems]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids, P = tokenizer(texts, add_special_tokens=False)["input_ids"], settings.prompt_length
     refuse(max(map(len, ids)) > P, f"a prompt has more tokens than --prompt_length {P}: raise it")
     starts = np.int32([P - len(prompt) for prompt in ids])
     prompts = np.int32([[0] * (P - len(prompt)) + prompt for prompt in ids])
-    rows = jax.device_put((prompts, starts), PartitionSpec("devices"))
+    rows = jax.device_put((prompts, starts), BY_ROWS)
     completions, logprobs, lengths = jax.device_get(sample(settings, model, params, *rows, key))
     replies = [row[:length] for row, length in zip(completions, lengths, strict=True)]
     replies = tokenizer.batch_decode(replies, skip_special_tokens=True)
@@ -196,18 +194,18 @@ def split_microbatches(settings: Settings, batch: Batch, rows: np.ndarray):
     lengths, A = batch.mask.sum(axis=1), batch.mask.shape[1]
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     for part in rows.reshape(-1, settings.rows_per_microbatch * jax.device_count()):
-        eighths = math.ceil(8 * lengths[part].max() / A)  # few widths, since each of them is compiled
+        eighths = -(-8 * int(lengths[part].max()) // A)  # few widths, since each of them is compiled
         width = eighths * A // 8
         if width == 0:
             continue
         tokens = batch.tokens[part, : settings.prompt_length + width]
         mask, logprobs = batch.mask[part, :width], batch.logprobs[part, :width]
         microbatch = Batch(tokens, batch.starts[part], mask, logprobs, batch.advantages[part])
-        yield part, jax.device_put(microbatch, PartitionSpec("devices"))
+        yield part, jax.device_put(microbatch, BY_ROWS)
 
 
 def policy_loss(logprobs: Array, batch: Batch, clip_epsilon: float) -> tuple[Array, Array, Array]:
-    """Returns PPO's loss (arXiv 1707.06347, eq. 7) of each token, an estimate of KL, and if it is clipped."""
+    """Returns PPO's loss (arXiv 1707.06347, eq. 7) of each token, and metrics: `train` prints their means."""
     advantages = batch.advantages[:, None]
     log_ratio = logprobs - batch.logprobs
     ratio = jnp.exp(log_ratio)
@@ -221,6 +219,8 @@ def policy_loss(logprobs: Array, batch: Batch, clip_epsilon: float) -> tuple[Arr
 def token_logprobs(settings: Settings, model: Model, params: Params, batch: Batch) -> Array:
     """Returns the log-probabilities of completions [B, A]."""
     A = batch.mask.shape[1]
+    params = jax.tree.map(lambda x: x.astype(model.dtype), params)  # before devices send them
+    head = replicate(model, params | {"layers": {}})  # once for all columns
     hidden, _ = forward(model, params, batch.tokens, batch.starts)
     before = hidden[:, -A - 1 : -1].swapaxes(0, 1)  # the state before a token predicts it
     targets = batch.tokens[:, -A:].T
@@ -228,7 +228,7 @@ def token_logprobs(settings: Settings, model: Model, params: Params, batch: Batc
     @jax.checkpoint  # the backward pass computes logits again
     def of_column(column: tuple[Array, Array]) -> Array:
         hidden, targets = column
-        return select_logprobs(logits(model, params, hidden) / settings.temperature, targets)
+        return select_logprobs(logits(model, head, hidden) / settings.temperature, targets)
 
     # 64 columns at a time: logits of all of them, [B, A, V], would be the largest array.
     return jax.lax.map(of_column, (before, targets), batch_size=64).T
@@ -273,10 +273,17 @@ def apply_gradients(optimizer: optax.GradientTransformation, params: Params, sta
 @partial(jax.jit, static_argnames=("settings", "model"))
 def sample(settings: Settings, model: Model, params: Params, prompts: Array, starts: Array, key: Array):
     """Samples. Returns tokens and log-probabilities [B, A], 0 after a stop token, and lengths [B]."""
+    layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(model.num_hidden_layers)]
+    params = replicate(model, params | {"layers": layers})  # once for all tokens, and a layer at a time
+    specs = {"in_specs": (WHOLE, BY_ROWS, BY_ROWS, WHOLE), "out_specs": BY_ROWS, "check_vma": False}
+    return jax.shard_map(partial(sample_rows, settings, model), **specs)(params, prompts, starts, key)
+
+
+def sample_rows(settings: Settings, model: Model, params: Params, prompts: Array, starts: Array, key: Array):
+    """Samples the rows of one device, which waits for no other: its loop ends with its longest row."""
     B, P = prompts.shape
     A, L, temperature = settings.num_generation_tokens, model.num_hidden_layers, settings.temperature
-    params = replicate(model, params)  # once for all tokens, and a layer at a time
-    params["layers"] = [{name: x[i] for name, x in params["layers"].items()} for i in range(L)]
+    key = jax.random.fold_in(key, jax.lax.axis_index("devices"))
     empty = jnp.zeros((B, model.num_key_value_heads, P + A, model.head_dim), model.dtype)
     hidden, caches = forward(model, params, prompts, starts, [(empty, empty)] * L)
     # A slot for each row: its number, start, state that predicts the next token, caches, and has it ended.
@@ -337,8 +344,7 @@ def forward(model: Model, params: Params, tokens: Array, starts: Array, caches: 
 
 def block(model: Model, layer: Params, x: Array, positions: Array, mask: Array, cache: tuple, first: int):
     """Returns x [B, T, D] after a layer, attention and MLP, and its cache: keys and values [B, K, S, C]."""
-    B, T, _ = x.shape
-    C = model.head_dim
+    B, T, C = *x.shape[:2], model.head_dim
     h = rms_norm(model, x, layer["input_layernorm.weight"])
     q = linear(layer, "self_attn.q_proj", h).reshape(B, T, -1, C)
     k = linear(layer, "self_attn.k_proj", h).reshape(B, T, -1, C)
@@ -357,8 +363,7 @@ def block(model: Model, layer: Params, x: Array, positions: Array, mask: Array, 
     scores = jnp.where(mask[:, None, None], scores, -1e30)  # not -inf: padding attends to nothing
     probs = jax.nn.softmax(scores).astype(v.dtype)
     out = jnp.einsum("bkgts,bksc->bkgtc", probs, v)
-    out = out.reshape(B, -1, T, C).swapaxes(1, 2).reshape(B, T, -1)
-    x += linear(layer, "self_attn.o_proj", out)
+    x += linear(layer, "self_attn.o_proj", out.reshape(B, -1, T, C).swapaxes(1, 2).reshape(B, T, -1))
 
     h = rms_norm(model, x, layer["post_attention_layernorm.weight"])
     h = jax.nn.silu(linear(layer, "mlp.gate_proj", h)) * linear(layer, "mlp.up_proj", h)
@@ -395,13 +400,13 @@ def logits(model: Model, params: Params, hidden: Array) -> Array:
 def spec(x: Array | np.ndarray) -> PartitionSpec:
     """FSDP: the devices share the last axis of each parameter, if they divide it."""
     is_even = x.shape[-1] % jax.device_count() == 0
-    return PartitionSpec(*[None] * (x.ndim - 1), "devices") if is_even else PartitionSpec()
+    return PartitionSpec(*[None] * (x.ndim - 1), "devices") if is_even else WHOLE
 
 
 def replicate(model: Model, tree: Params) -> Params:
     """Gathers arrays whole on each device, in the type of the products, inside of jit."""
     tree = jax.tree.map(lambda x: x.astype(model.dtype), tree)
-    return jax.lax.with_sharding_constraint(tree, PartitionSpec())
+    return jax.lax.with_sharding_constraint(tree, WHOLE)
 
 
 def read_model(folder: Path, dtype: str) -> Model:
@@ -428,9 +433,7 @@ def read_model(folder: Path, dtype: str) -> Model:
 
 def load_params(folder: Path, num_layers: int) -> Params:
     """Returns the parameters of *.safetensors in float32, shared out to the devices."""
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
+    tensors = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
     refuse(not tensors, f"{folder} has no *.safetensors: download the weights")
     params, layers = {}, {}
     for name, x in tensors.items():
@@ -486,10 +489,9 @@ def combine(values: list[int], rng: random.Random) -> int | None:
         a = values.pop(rng.randrange(len(values)))
         b = values.pop(rng.randrange(len(values)))
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
-        result = results[rng.choice("+-*/")]
-        if not 1 <= result <= 30:
+        values.append(results[rng.choice("+-*/")])
+        if not 1 <= values[-1] <= 30:
             return None
-        values.append(result)
     return values[0]
 
 
@@ -569,19 +571,17 @@ def main(settings: Settings) -> None:
         for option, value in ((-8, 1), (-1, -1), (-3, 1 << 30)):
             ctypes.CDLL(None).mallopt(option, value)  # keeps freed memory: fresh pages cost zeros
     num_devices = jax.device_count()
-    name, dtype = settings.env_name, settings.dtype
-    refuse(name not in TASKS, f"--env_name {name} is unknown: give {' or '.join(TASKS)}")
-    refuse(dtype not in ("float32", "bfloat16"), f"--dtype {dtype}: give float32 or bfloat16")
+    refuse(settings.env_name not in TASKS, f"--env_name {settings.env_name}: give {' or '.join(TASKS)}")
+    refuse(settings.dtype not in ("float32", "bfloat16"), f"--dtype {settings.dtype}: float32 or bfloat16")
     num_rows = settings.groups_per_batch * settings.group_size
-    samples, minibatch = settings.num_eval_samples, settings.ppo_minibatch
-    sizes = {"devices": num_devices, "--num_eval_samples": samples, "--ppo_minibatch": minibatch}
-    for what, size in sizes.items():
+    batch, samples = settings.ppo_minibatch, settings.num_eval_samples
+    for what, size in {"devices": num_devices, "--ppo_minibatch": batch, "--num_eval_samples": samples}.items():
         refuse(size < 1 or num_rows % size, f"{what}: {size} does not divide the {num_rows} rows of a step")
-    is_even = minibatch % max(settings.rows_per_microbatch * num_devices, 1) == 0
-    refuse(not is_even, f"--rows_per_microbatch x {num_devices} does not divide --ppo_minibatch {minibatch}")
+    is_uneven = batch % max(settings.rows_per_microbatch * num_devices, 1)
+    refuse(is_uneven, f"--rows_per_microbatch x {num_devices} does not divide --ppo_minibatch {batch}")
 
     folder = Path(settings.model_dir).expanduser()
-    model = read_model(folder, dtype)
+    model = read_model(folder, settings.dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with jax.set_mesh(jax.make_mesh((num_devices,), ("devices",), axis_types=(AxisType.Auto,))):
         params = load_params(folder, model.num_hidden_layers)

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import minimal
 from core.advantages import compute_advantages
@@ -25,12 +26,12 @@ from core.objectives import set_loss_denominators
 from core.records import Batch
 from core.terms.ratios import reduce_metrics
 from envs import make_env, parse_options
-from models.checkpoint import load_model
+from models.checkpoint import load_model, short_folder
 from models.names import Params
 from models.state import init_state
 from tests.helpers import ROOT
 from tests.processes import on_four_devices
-from tests.references import FIXTURES, expected_of
+from tests.references import DATA, FIXTURES, expected_of
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config
 
@@ -213,6 +214,42 @@ def test_a_saved_folder_is_the_model(tmp_path):
     assert (tmp_path / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
+def test_a_real_model_is_that_of_transformers(tmp_path):
+    """Greedy replies to 16 questions, logits of four of them, and those of the folder that is saved."""
+    torch = pytest.importorskip("torch", reason="torch is needed by this test")
+    folder, data = short_folder("coder-0.5b"), DATA / "gsm8k"
+    if not (folder.is_dir() and data.is_dir()):
+        pytest.skip("it needs GSM8K, and the model that `python runs/real_model.py coder-0.5b` writes")
+    settings = SETTINGS._replace(data_dir=str(data), num_generation_tokens=64, temperature=0.0)
+    chats = [[{"role": "user", "content": text}] for text, _ in minimal.gsm8k_problems(settings, "test", range(16))]
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    starts = (prompts.attention_mask == 0).sum(dim=1).int().numpy()
+    width = prompts.input_ids.shape[1]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        whole = theirs.generate(**prompts, max_new_tokens=64, do_sample=False)
+        expected = [theirs(row[None, start:]).logits.numpy() for row, start in zip(whole[:4], starts, strict=False)]
+    model, params = load(folder)
+    with on_all_devices():
+        rows = prompts.input_ids.int().numpy(), starts
+        found, _, lengths = minimal.sample(settings, model, params, *rows, jax.random.key(0))
+        completions = np.where(np.arange(64) < lengths[:, None], found, tokenizer.pad_token_id)
+        np.testing.assert_array_equal(completions, whole[:, width:].numpy())
+        forward = jax.jit(minimal.forward, static_argnums=0)
+        for row, logits in enumerate(expected):
+            hidden, _ = forward(model, params, whole[row : row + 1].int().numpy(), starts[row : row + 1])
+            found = minimal.logits(model, params, hidden[:, starts[row] :])
+            assert np.abs(found - logits).max() < 1e-4 * np.abs(logits).max()
+    minimal.save_params(params, folder, tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_array_equal(saved(whole[:1, starts[0] :]).logits.numpy(), expected[0])
+
+
 def check_four_devices(file: str) -> None:
     """Log-probabilities and gradient of one device; parameters and the optimizer's state are cut."""
     with on_all_devices():
@@ -225,13 +262,24 @@ def compare_four_devices(file: str) -> None:
     np.testing.assert_allclose(logprobs, expected["logprobs"], atol=2e-5)
     for i, x in enumerate(jax.tree.leaves(grads)):
         assert np.linalg.norm(x - expected[f"grad{i}"]) < 1e-5 * np.linalg.norm(expected[f"grad{i}"])
-    _, params = load(TINY)
+    model, params = load(TINY)
     optimizer = minimal.make_optimizer(SETTINGS)
     _, grads, _ = gradient(num_devices=4)
     params, state, _ = minimal.apply_gradients(optimizer, params, optimizer.init(params), grads)
     for x in jax.tree.leaves((params, state)):
         if x.size > 1000:
             assert x.addressable_shards[0].data.size == x.size // 4
+    batch, _ = rollouts()
+    settings, model = SETTINGS._replace(prompt_length=P), model._replace(stop_ids=tuple(range(0, 512, 24)))
+    rows = jax.device_put((batch.tokens[:, :P], batch.starts), PartitionSpec("devices"))
+    tokens, logprobs, lengths = minimal.sample(settings, model, params, *rows, jax.random.key(0))
+    assert tokens.addressable_shards[0].data.shape == (4, A)  # each device samples its own rows
+    mask = np.arange(A) < np.asarray(lengths)[:, None]
+    sampled = batch._replace(tokens=np.concatenate([rows[0], tokens], axis=1), mask=mask)
+    sampled = jax.device_put(sampled, PartitionSpec("devices"))
+    found = np.asarray(minimal.token_logprobs(settings, model, params, sampled))
+    assert not mask.all()
+    np.testing.assert_allclose(found[mask], np.asarray(logprobs)[mask], atol=5e-5)
 
 
 @pytest.mark.slow
@@ -267,7 +315,7 @@ def test_it_runs_alone_in_a_folder(tmp_path):
     ("options", "config", "sentence"),
     [
         (["--model_dir", "nowhere"], {}, "nowhere is no Hugging Face folder"),
-        (["--env_name", "chess"], {}, "--env_name chess is unknown: give countdown or gsm8k"),
+        (["--env_name", "chess"], {}, "--env_name chess: give countdown or gsm8k"),
         (["--ppo_minibatch", "60"], {}, "--ppo_minibatch: 60 does not divide the 256 rows"),
         (["--prompt_length", "4"], {}, "more tokens than --prompt_length 4: raise it"),
         (["--env_name", "gsm8k"], {}, "there is no test.jsonl"),
