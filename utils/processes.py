@@ -37,12 +37,12 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "import sys; sys.path[0] = sys.argv[1]; from utils.processes import serve; serve(*sys.argv[2:])"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-MAX_MEMORY = 4 * 2**30  # bytes of a worker and all that it started: a run must not lose its own memory to a reward
-MEMORY_INTERVAL = 0.25  # seconds between two looks at it: a process fills 1 GiB in about as much
-OVER_MEMORY = 119  # exit code of a keeper whose worker took more; programs hardly use it
-CLOSING = 1.0  # seconds that a worker has to end by itself, for what it closes at its end
-SENDING = 5.0  # seconds after which a worker that takes no request counts as stuck; its pipe is always empty before
-MAX_ROUNDS = 100  # searches for processes that are started while others are stopped: a fork bomb is faster than us
+MAX_MEMORY = 4 * 2**30  # bytes of a worker and all that it started, so that a reward cannot starve the run
+MEMORY_INTERVAL = 0.25  # seconds between two looks at the memory: a process fills about 1 GiB in this time
+OVER_MEMORY = 119  # exit code of a keeper whose worker exceeded the limit; programs hardly use it
+CLOSING = 1.0  # seconds in which a worker may end by itself, to close what its environment holds
+SENDING = 5.0  # seconds in which a worker must take a request: it is idle, so it reads at once unless it is stuck
+MAX_ROUNDS = 100  # searches for processes that are started while others are stopped, so that a fork bomb ends them
 # A scheduler sends these to each process of a job. They are for the run, which ends its lanes when it has saved.
 SCHEDULED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
@@ -50,7 +50,7 @@ Answers = Callable[[Any, Iterator[Any]], Iterable[object]]
 
 
 class Dead(NamedTuple):
-    """The end of a lane, in place of an answer."""
+    """The end of a lane: returned instead of an answer."""
 
     reason: str
     is_late: bool = False

@@ -39,13 +39,13 @@ from utils.files import open_log
 from utils.processes import MAX_MEMORY, Dead, Lane
 from utils.settings.errors import UserError
 
-MAX_JOBS = 32  # jobs of a request: a message for each reply took longer than Countdown's grader
-MAX_REQUESTS = 1000  # requests after which a process is replaced: parsers of LaTeX cache without limit
-MAX_HOMES = 100_000  # episodes whose lanes are known; a run that is left does not end its own
+MAX_JOBS = 32  # jobs of a request: with a message for each reply, messages would take longer than quick graders
+MAX_REQUESTS = 1000  # requests after which a process is replaced, since parsers of LaTeX cache without limit
+MAX_HOMES = 100_000  # episodes whose lanes are remembered; those that a stream abandons are never removed
 MAX_LOST = 8  # processes of a lane in a row that end outside of a reply: the machine or the environment is at fault
-MAX_WRITTEN = 100  # failures that are written to a file
-MAKING = 600  # seconds that the making of an environment may take, which reads data sets
-BEGINNING = 30  # seconds in which a process that does nothing takes a request, on a machine that swaps
+MAX_WRITTEN = 100  # failures that are written to a file: enough to find the cause
+MAKING = 600  # seconds in which an environment must be made; some read large data sets
+BEGINNING = 30  # seconds in which an idle process must begin a request, even on a machine that swaps
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
 Held = TypeVar("Held", bound=contextlib.AbstractContextManager)
@@ -61,8 +61,8 @@ class Queued(NamedTuple):
     job: Job
 
 
-class Pool:
-    """Lanes that do the jobs of streams, each with a thread of its own.
+class Lanes:
+    """Processes that do the jobs of streams, each with a thread of its own here.
 
     Raises: UserError when the environment cannot be made.
     """
@@ -234,7 +234,7 @@ class Pool:
             thread.join()
 
 
-class Scorer(Pool):
+class Scorer(Lanes):
     """Scores replies to the problems of one environment; use it as a context manager.
 
     `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env.

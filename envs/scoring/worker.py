@@ -23,7 +23,7 @@ from envs.base import NOT_APPLICABLE, Env, Episode, Problem, Reply, Step, limite
 from envs.own_code import ROOT, wrong_return
 from utils.settings.errors import UserError, on_one_line
 
-MAX_EPISODES = 2048  # episodes that a process keeps: those that a limit ended are never asked for again
+MAX_EPISODES = 2048  # episodes that a process keeps: abandoned ones would fill its memory
 MAX_REWARD = 1e35  # largest reward of a reply or turn: sums of many fit into float32 (3e38)
 MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
 MAX_NAME = 200  # characters of the name of a reward, which becomes the name of a metric
