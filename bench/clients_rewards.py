@@ -14,8 +14,8 @@ import numpy as np
 from bench.clients import EQUAL, REFUSED, WRONG, Row
 from envs import make_env
 from envs.base import Text
-from envs.scoring.helper import Failure
 from envs.scoring.scorer import Scorer
+from envs.scoring.worker import Failure
 from utils.settings.errors import UserError
 
 PACKAGES = ("trl", "math-verify")

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from bench.clients import REFUSED, RUNS, WRONG, Row
 from envs import make_env
-from envs.scoring.helper import Failure, Turns
 from envs.scoring.scorer import Scorer
 from envs.scoring.trial import repeated_jobs
+from envs.scoring.worker import Failure, Turns
 from utils.settings.errors import UserError
 
 PACKAGES = ("jax",)

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from envs.grading.answers import FORMS, final_answer, parse_arithmetic, same_math
 from envs.grading.numerals import same_number
 from envs.grading.rewards import quarter_per_tag, think_answer
-from envs.scoring.processes import descendant_pids, tree_memory
 from envs.scoring.scorer import Scorer
+from utils.processes import descendant_pids, tree_memory
 
 PIECES = [
     *"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t",
@@ -274,13 +274,14 @@ def grade_replies(name: str, options: dict[str, str], number: int, timeout: floa
             assert len(scores) == len(texts)
             totals = {kind: totals[kind] + counts[kind] for kind in totals}
             done += len(texts)
-            memory.append(tree_memory(scorer.process.pid, 0))
+            keepers = [lane.process.pid for lane in scorer.lanes.values()]
+            memory.append(sum(tree_memory(keeper, 0) for keeper in keepers))
             if done % 10_000 < 2000:  # a worker dies now and then
-                victim = descendant_pids(scorer.process.pid)[-1]
+                victim = descendant_pids(keepers[-1])[-1]
                 os.kill(victim, signal.SIGKILL)
     print(
         f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "
-        f"memory of the helper and its workers {memory[1] >> 20} -> {memory[-1] >> 20} MiB",
+        f"memory of the processes {memory[1] >> 20} -> {memory[-1] >> 20} MiB",
         flush=True,
     )
 

@@ -4,21 +4,17 @@ import asyncio
 import itertools
 import mmap
 import os
-import pickle
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from envs.base import Env, Episode, Problem, Step
 
 MEMORY = 100 * 2**20  # bytes
-OUTCOMES = b"[0]\n" + b"".join(b'[%d, ["dict", {"return": 1}]]\n' % i for i in range(40))  # as a worker sends them
 
 
 class Mute(Exception):
@@ -40,9 +36,6 @@ class Hostile(Env):
         return Counting(self, problem)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        name, _, rest = text.partition(" ")
-        if name == "pickle":
-            pretend(pickle.dumps(Payload(rest)) + b"\n")
         if text == "print":
             speak(problem.answer)
         found = WAYS[text]() if text in WAYS else None
@@ -67,11 +60,10 @@ def kill_parent() -> None:
     time.sleep(1000)  # the kernel ends this process too, a moment later
 
 
-def signal_helper(number: int) -> None:
-    keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
-    helper = int(keeper.rpartition(")")[2].split()[1])
-    os.kill(helper, number)
-    time.sleep(1000)
+def end_group() -> dict[str, float]:
+    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    os.killpg(0, signal.SIGTERM)
+    return {"return": 1.0, "child": child.wait() and child.pid}
 
 
 def start_daemon() -> dict[str, float]:
@@ -98,44 +90,11 @@ def mute() -> NoReturn:
     raise Mute
 
 
-def send_without_end() -> None:
-    for _ in range(200):
-        write_to_sockets(b"[0]\n")
-        time.sleep(0.01)
-    time.sleep(1000)
-
-
 def speak(answer: int) -> None:
     print("\x1b[31mone", end=" ", flush=True)
     time.sleep(0.001)  # another worker prints
     print(f"and\ttwo\r {answer}\n\u202ethree \ud800", answer, end="\n" + "x" * 5000 + "\n")
     print("four", answer, file=sys.stderr)
-
-
-class Payload:
-    """What makes a folder when it is unpickled."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def write_to_sockets(message: bytes) -> None:
-    """Writes a message into each pipe of this process, as if it came from the worker."""
-    for fd in range(3, 100):
-        try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, message)
-        except OSError:
-            pass
-
-
-def pretend(message: bytes) -> None:
-    """Writes a message, and does not return."""
-    write_to_sockets(message)
-    time.sleep(1000)
 
 
 def fill(size: int) -> None:
@@ -153,12 +112,10 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "exit": lambda: sys.exit(3),
     "exit 0": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill group": lambda: os.killpg(0, signal.SIGTERM),
+    "child and kill group": end_group,
     "kill group 9": lambda: os.killpg(0, signal.SIGKILL),
     "kill parent": kill_parent,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "stop helper": lambda: signal_helper(signal.SIGSTOP),
-    "kill helper": lambda: signal_helper(signal.SIGKILL),
     "close files": lambda: os.closerange(3, 1000),
     "daemon": start_daemon,
     "fork": fork,
@@ -175,14 +132,6 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "half a pair": lambda: {"return": 1.0, "\ud800": 1.0},
     "name of the log": lambda: {"return": 1.0, "length": 2.0},
     "long name": lambda: {"return": 1.0, "x" * 10**6: 1.0},
-    "no outcomes": lambda: pretend(b"[[0], 1]\n"),
-    "too many outcomes": lambda: pretend(b"[0, " + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n"),
-    "an outcome": lambda: write_to_sockets(OUTCOMES),
-    "an outcome and exit": lambda: write_to_sockets(OUTCOMES) or os._exit(0),
-    "an outcome and hang": lambda: pretend(OUTCOMES),
-    "half a message": lambda: write_to_sockets(b"[0, "),
-    "half a message and hang": lambda: pretend(b"[0, "),
-    "messages without end": send_without_end,
     "slow": lambda: time.sleep(0.3),
 }
 
@@ -219,5 +168,22 @@ def make_with_token() -> Env:
     return Hostile()
 
 
+def make_once(folder: str) -> Env:
+    """Fails where a process has made the environment before."""
+    os.mkdir(folder)
+    return Hostile()
+
+
 def make_missing() -> Env:
     raise FileNotFoundError("no such data set")
+
+
+def obey(setup: object, requests: Iterator[str]) -> Iterator[object]:
+    """What a lane runs: answers with the setup, then does what the requests say."""
+    yield setup
+    for way in requests:
+        try:
+            WAYS.get(way, lambda: None)()
+            yield way
+        except ZeroDivisionError as error:
+            yield str(error)

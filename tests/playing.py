@@ -8,8 +8,8 @@ from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs.base import Env, Problem
-from envs.scoring.helper import ScorerSettings
 from envs.scoring.scorer import Scorer
+from envs.scoring.worker import ScorerSettings
 from models.distribution import Distribution
 from tests.helpers import MODEL, Letters, random_params
 from tests.learning import CONFIG
@@ -36,15 +36,14 @@ class HereScorer(Scorer):
 
     def __init__(self, env: Env):
         self.env, self.num_failures, self.failures_file = env, 0, None
-        self.settings = ScorerSettings("", {}, 0, 0.0, max_error_share=0.5)
-        self.unfinished, self.is_closed = {}, False
+        self.settings = ScorerSettings("", {}, 0.0, max_error_share=0.5)
+        self.streams = set()
 
-    def send(self, jobs):
-        self.unfinished |= jobs
+    def put(self, stream, jobs):
+        stream.publish(dict(zip(jobs, self.request_outcomes([*jobs.values()]), strict=True)))
 
-    def receive(self, wakeup=None):
-        jobs, self.unfinished = self.unfinished, {}
-        return dict(zip(jobs, self.request_outcomes([*jobs.values()]), strict=True))
+    def withdraw(self, stream):
+        return []
 
     def request_outcomes(self, jobs):
         return [self.env.score(self.env.problem(i), text) for i, text in jobs]

@@ -28,7 +28,7 @@ FILES = {
 # The law of the house: what the files of a room may import of the project, its own room included; the longest name of a
 # room counts. core/ is listed from below to above.
 BELOW = ("models", "utils")
-TASKS = ("utils.files", "utils.settings")  # all that environments take of the program
+TASKS = ("utils.files", "utils.processes", "utils.settings")  # all that environments take of the program
 LAW = {
     "utils": ("utils",),
     "utils.metrics": ("utils.metrics", "utils.files", "utils.settings"),

@@ -25,9 +25,9 @@ from envs.agents.host import AgentHost, AgentJob
 from envs.agents.protocol import Sampled
 from envs.agents.sessions import FULL, Asked, Ended
 from envs.base import Problem, Reply, Step
-from envs.scoring.helper import Failure
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies
+from envs.scoring.worker import Failure
 from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate, select_rows

@@ -15,8 +15,8 @@ from jaxtyping import Int, UInt32
 from core.records import Completions
 from core.sampler import Sampler, Segment
 from envs.base import Env, Problem, Text
-from envs.scoring.helper import Rewards
 from envs.scoring.scorer import GradedReplies, ScoringStream
+from envs.scoring.worker import Rewards
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.metrics.terminal import Wait, waiting

@@ -25,9 +25,9 @@ from core.chains.replies import Replies
 from core.records import Completions
 from core.sampler import ChainJob, Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
-from envs.scoring.helper import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies, ScoringStream
+from envs.scoring.worker import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from models.messages import Message, is_begun
 from models.names import Weights
 from models.tokenizer import UNREAD, Tokenizer

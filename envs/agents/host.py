@@ -22,7 +22,7 @@ from envs.agents.server import JSON, Caller, Denied, Payload, Server
 from envs.agents.sessions import FULL, Book, Ended, Session
 from envs.base import DIALECTS, AgentSettings
 from envs.own_code import ROOT, passed_variables
-from envs.scoring.helper import MAX_REWARD, Failure, checked_rewards
+from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint

@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from envs.own_code import load_object, read_names
-from envs.scoring.processes import (
+from utils.processes import (
     adopt_orphans,
     kill_descendants,
     kill_tree,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from envs.agents.protocol import BadRequest, ChatRequest, Message, Sampled, read_message, reply_message
 from envs.agents.server import Server
 from envs.base import Dialect
-from envs.scoring.helper import Failure
 from envs.scoring.patience import HURRY, Patience
+from envs.scoring.worker import Failure
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."

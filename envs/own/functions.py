@@ -13,13 +13,9 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +27,6 @@ from envs.data.messages import get_column, has_column
 from envs.own.adapters import Adapter, Played
 from envs.own.gyms import as_gym, call, parameters
 from envs.own_code import (
-    ROOT,
     Named,
     as_number,
     describe_function,
@@ -41,8 +36,8 @@ from envs.own_code import (
     variable_note,
     wrong_return,
 )
-from envs.scoring.processes import MAX_MEMORY, kill_tree, limit_memory
 from envs.tools.episode import ToolSettings
+from utils.processes import Dead, Lane
 from utils.settings.errors import UserError
 
 LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's form, beside columns
@@ -340,7 +335,6 @@ class Rewarded(Env):
 # a look at the files before they are needed
 
 FOUND: dict[tuple[Named, int], Signature] = {}
-PROGRAM = "import sys; sys.path[0] = sys.argv[1]; from envs.own.functions import report; report(*sys.argv[2:])"
 
 
 def version(named: Named) -> tuple[Named, int]:
@@ -357,57 +351,35 @@ def try_import(rewards: str, episode: str) -> None:
     flags = " and ".join(filter(None, [rewards and f"--reward {rewards}", episode and f"--episode {episode}"]))
     if named and not episode and all(version(one) in FOUND for one in named):
         return
-    reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(ROOT), str(writer), rewards, episode],
-        pass_fds=[writer],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env=passed_variables(os.environ),
-    )
-    os.close(writer)
-    os.set_blocking(reader, False)  # what it has started may hold the other end open
-    try:
-        process.wait(IMPORT_SECONDS)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        text = b""
-        with contextlib.suppress(BlockingIOError):
-            text = os.read(reader, 2**16)
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        process.wait()
-        raise UserError(
-            f"importing {flags} takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
-        ) from None
-    finally:
-        os.close(reader)
-    try:
-        error, *signatures = json.loads(text)
-    except ValueError:
-        code = process.returncode
-        raise UserError(
-            f"importing {flags} ends the process with exit code {code}: remove the line that ends it"
-        ) from None
+    lane = Lane("envs.own.functions:report", (rewards, episode), variables=passed_variables(os.environ))
+    found = lane.answer(IMPORT_SECONDS)
+    lane.close()  # with whatever the files have started
+    if isinstance(found, Dead):
+        if found.is_late:
+            raise UserError(
+                f"importing {flags} takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
+            )
+        reason = found.reason.replace("it ended its process", "ends the process")
+        raise UserError(f"importing {flags} {reason}: remove the line that ends it")
+    error, *signatures = found
     if error:
         raise UserError(error + variable_note(error))
     for one, (name, place, names, needed) in zip(named, signatures, strict=True):
         FOUND[version(one)] = Signature(name, place, tuple(names), tuple(needed))
 
 
-def report(writer: str, rewards: str, episode: str) -> None:
-    """Writes an error, or none and the signatures of rewards: what `try_import` reads."""
-    limit_memory(MAX_MEMORY)
+def report(setup: tuple[str, str], _: Iterator[object]) -> Iterator[list[object]]:
+    """Yields an error, or none and the signatures of rewards: what `try_import` reads."""
+    rewards, episode = setup
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)  # what the files print, the run prints, too
+    os.dup2(nothing, 2)
     try:
         signatures = RewardFunctions(rewards).signatures if rewards else []
         for named in read_names(episode, "--episode", "class") if episode else ():
             made = load_object(named, "--episode", "class")
             with contextlib.suppress(Exception):  # which the run meets, too
                 Adapter(as_gym(made), ToolSettings()).traits()
-        message = ["", *map(dataclasses.astuple, signatures)]
+        yield ["", *map(dataclasses.astuple, signatures)]
     except UserError as error:
-        message = [str(error)]
-    os.write(int(writer), json.dumps(message).encode())
-    os._exit(0)  # whatever the files have started
+        yield [str(error)]

@@ -1,35 +1,30 @@
-"""Grades replies in worker processes, in which a reward may hang, crash or raise without harming the run.
+"""Grades replies in processes of their own, in which a reward may hang, crash or raise without harming the run.
 
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
-The workers belong to one helper process, a program of its own (envs/scoring/helper.py), because a process that runs JAX
-must not fork. Multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
-3.2 s until two of them are ready. The helper never imports jax, so its workers can fork from it. Its pipe is the
-lifeline: when the run ends, however it ends, the pipe closes, and the helper ends its workers and itself.
+Each process is a lane (utils/processes.py) that runs `work` of envs/scoring/worker.py, and has a thread here, which
+hands it jobs. A process sends the outcome of each job before it begins the next one. So only the reply that exceeds its
+time limit or ends the process is lost; the others that it was given are queued again.
 """
 
 import contextlib
 import json
+import math
 import os
-import signal
-import subprocess
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import groupby, islice
-from multiprocessing.connection import Connection, Pipe, wait
+from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
-from envs.own_code import ROOT, passed_variables, variable_note
-from envs.scoring.helper import (
-    ALIVE_INTERVAL,
-    STALL,
+from envs.own_code import passed_variables, variable_note
+from envs.scoring.patience import HURRY, Patience
+from envs.scoring.worker import (
     Failure,
     Group,
     Job,
@@ -37,18 +32,20 @@ from envs.scoring.helper import (
     Outcomes,
     Rewards,
     ScorerSettings,
-    job_size,
-    limit_waits,
-    max_failures,
+    Turns,
+    outcome_from_json,
 )
-from envs.scoring.patience import HURRY, Patience
-from envs.scoring.processes import kill_tree, send_signal
 from utils.files import open_log
+from utils.processes import MAX_MEMORY, Dead, Lane
 from utils.settings.errors import UserError
 
-HELPER = "import sys; sys.path[0] = sys.argv[1]; from envs.scoring.helper import serve; serve(int(sys.argv[2]))"
-MAX_WRITTEN = 100  # failures that are written to a file
-MAX_LOST = 16  # helpers in a row that are lost without an outcome
+MAX_JOBS = 32  # jobs of a request: with a message for each reply, messages would take longer than quick graders
+MAX_REQUESTS = 1000  # requests after which a process is replaced, since parsers of LaTeX cache without limit
+MAX_HOMES = 100_000  # episodes whose lanes are remembered; those that a stream abandons are never removed
+MAX_LOST = 8  # processes of a lane in a row that end outside of a reply: the machine or the environment is at fault
+MAX_WRITTEN = 100  # failures that are written to a file: enough to find the cause
+MAKING = 600  # seconds in which an environment must be made; some read large data sets
+BEGINNING = 30  # seconds in which an idle process must begin a request, even on a machine that swaps
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
 Held = TypeVar("Held", bound=contextlib.AbstractContextManager)
@@ -56,8 +53,189 @@ Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the 
 GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, None: a failure; failures by kind
 
 
-class Scorer:
-    """Scores replies to the problems of one environment; use it as a context manager, from one thread at a time.
+class Queued(NamedTuple):
+    """A job of a stream."""
+
+    stream: "ScoringStream"
+    row: int
+    job: Job
+
+
+class Lanes:
+    """Processes that do the jobs of streams, each with a thread of its own here.
+
+    Raises: UserError when the environment cannot be made.
+    """
+
+    max_memory = MAX_MEMORY  # of a process and all that it starts
+    takes_groups = False  # all replies to a problem are graded by one call
+
+    def __init__(self, settings: ScorerSettings, num_lanes: int):
+        self.settings = settings
+        self.streams: set[ScoringStream] = set()  # that are open
+        self.queues = [deque[Queued]() for _ in range(num_lanes + 1)]  # turns of each lane's episodes; all others
+        self.homes: dict[tuple[int, int], int] = {}  # lane of each episode, by problem and seed
+        self.episodes = count()
+        self.lanes: dict[int, Lane] = {}
+        self.num_lost = 0  # processes since the last outcome that ended outside of a reply
+        self.is_ready = False  # one of them has made the environment
+        self.is_closed = False
+        self.error: BaseException | None = None
+        self.has_changed = threading.Condition()  # what the threads wait for
+        self.threads = [threading.Thread(target=self.run_lane, args=(i,), daemon=True) for i in range(num_lanes)]
+        for thread in self.threads:
+            thread.start()
+        with self.has_changed:
+            self.has_changed.wait_for(lambda: self.is_ready or self.error)
+        if self.error:
+            self.close()
+            raise self.error
+
+    def request_outcomes(self, jobs: Sequence[Job]) -> list[Outcome | Outcomes]:
+        """Returns the outcome of each job. Raises: UserError when processes are lost without end."""
+        with ScoringStream(self, group_size=0) as stream:
+            stream.add(dict(enumerate(jobs)))
+            done = stream.finish()
+        return [done[number][1] for number in range(len(jobs))]
+
+    def put(self, stream: "ScoringStream", jobs: Mapping[int, Job]) -> None:
+        """Queues jobs of a stream."""
+        with self.has_changed:
+            if self.error:
+                raise self.error
+            for row, job in jobs.items():
+                self.queues[self.place_of(job)].append(Queued(stream, row, job))
+            self.has_changed.notify_all()
+
+    def place_of(self, job: Job) -> int:
+        """Returns the lane of a job's episode, which has played it so far; -1 for replies, which any lane takes."""
+        key = episode_key(job)
+        if key is None:
+            return -1
+        if len(self.homes) > MAX_HOMES:
+            self.homes.clear()  # episodes are played again in other lanes
+        return self.homes.setdefault(key, next(self.episodes) % len(self.threads))
+
+    def withdraw(self, stream: "ScoringStream") -> list[Queued]:
+        """Removes the jobs of a stream that no lane has taken, and returns them."""
+        with self.has_changed:
+            found = [queued for queue in self.queues for queued in queue if queued.stream is stream]
+            for queue in self.queues:
+                others = [queued for queued in queue if queued.stream is not stream]
+                queue.clear()
+                queue.extend(others)
+        return found
+
+    def run_lane(self, place: int) -> None:
+        """Does jobs in a lane, and in another one when it ends, until the scorer is closed; runs in a thread."""
+        try:
+            while not (self.is_closed or self.error):
+                lane = self.open_lane(place)
+                num_requests = 0
+                while num_requests < MAX_REQUESTS or place in [*self.homes.values()]:
+                    jobs = self.take_jobs(place)
+                    if not jobs or not self.grade(lane, jobs):
+                        break
+                    num_requests += 1
+                lane.close()
+        except BaseException as error:  # noqa: BLE001 (raised again where outcomes are waited for)
+            self.fail(error)
+
+    def open_lane(self, place: int) -> Lane:
+        """Starts a process and waits until it has made the environment. Raises: UserError if it cannot."""
+        while True:
+            variables = passed_variables(os.environ)
+            lane = self.lanes[place] = Lane("envs.scoring.worker:work", self.settings, self.max_memory, variables)
+            traits = None if self.is_closed else lane.answer(MAKING)
+            if isinstance(traits, dict):
+                with self.has_changed:
+                    self.takes_groups, self.is_ready = traits["takes_groups"], True
+                    self.has_changed.notify_all()
+            if self.is_closed or isinstance(traits, dict):
+                return lane
+            lane.close()
+            reason = traits if isinstance(traits, str) else f"the environment could not be made: {traits.reason}"
+            if not self.is_ready:
+                raise UserError(f"{self.settings.env_name}: {reason}{variable_note(reason)}")
+            self.count_lost(reason)
+
+    def take_jobs(self, place: int) -> list[Queued]:
+        """Returns jobs for a lane, and waits for some; none if the scorer is closed."""
+        with self.has_changed:
+            own, shared = self.queues[place], self.queues[-1]
+            self.has_changed.wait_for(lambda: own or shared or self.is_closed or self.error)
+            if self.is_closed or self.error:
+                return []
+            size = len(own) or math.ceil(len(shared) / (4 * len(self.threads)))  # so that the last ones are small
+            return [(own or shared).popleft() for _ in range(min(size, MAX_JOBS))]
+
+    def grade(self, lane: Lane, jobs: Sequence[Queued]) -> bool:
+        """Does jobs in a lane. False: it has ended; the job that it was at failed, and the rest is queued again."""
+        left = deque(jobs)
+        lane.send([queued.job for queued in jobs])
+        begun = answer = lane.answer(BEGINNING)
+        while left and not isinstance(answer, Dead):
+            answer = lane.answer(self.settings.timeout * job_size(left[0].job))
+            if not isinstance(answer, Dead):
+                self.publish(left.popleft(), outcome_from_json(answer))
+        if not left or self.is_closed:
+            return not left
+        lost = None if begun is answer else left.popleft()
+        with self.has_changed:
+            for queued in reversed(left):
+                if queued.stream in self.streams:
+                    self.queues[self.place_of(queued.job)].appendleft(queued)
+        if lost is None:
+            self.count_lost(answer.reason)
+        else:
+            self.lose(lost, Failure("reward_timeouts" if answer.is_late else "reward_errors", answer.reason))
+        return False
+
+    def publish(self, queued: Queued, outcome: Outcome | Outcomes) -> None:
+        """Gives an outcome to the stream of its job."""
+        self.num_lost = 0
+        if isinstance(outcome, Failure) or getattr(outcome, "done", False):
+            self.homes.pop(episode_key(queued.job), None)
+        queued.stream.publish({queued.row: outcome})
+
+    def lose(self, queued: Queued, failure: Failure) -> None:
+        """Gives up a reply. If a reward always hangs, trying the rest would take hours: then they all fail."""
+        stream = queued.stream
+        stream.num_lost += job_size(queued.job)
+        self.publish(queued, failure)
+        if stream.num_lost > max_failures(stream.num_replies, self.settings.max_error_share):
+            for other in self.withdraw(stream):
+                self.publish(other, Failure("reward_timeouts", "too many other replies had failed to try it"))
+
+    def count_lost(self, reason: str) -> None:
+        """Counts a process that has ended outside of a reply. Raises: UserError for too many in a row."""
+        self.num_lost += 1
+        if self.num_lost > MAX_LOST * len(self.threads):
+            raise UserError(
+                f"grading failed {self.num_lost} times in a row ({reason}): correct the reward or the environment"
+            )
+        print(f"warning: a process that scores is started again: {reason}", file=sys.stderr)
+
+    def fail(self, error: BaseException) -> None:
+        """Raises an error wherever outcomes are waited for."""
+        with self.has_changed:
+            self.error = self.error or error
+            self.has_changed.notify_all()
+        for stream in [*self.streams]:
+            stream.publish({}, error)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.is_closed = True
+        self.fail(EOFError("the scorer was closed"))
+        for lane in [*self.lanes.values()]:
+            lane.hang_up()
+        for thread in self.threads:
+            thread.join()
+
+
+class Scorer(Lanes):
+    """Scores replies to the problems of one environment; use it as a context manager.
 
     `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env.
     `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
@@ -67,7 +245,6 @@ class Scorer:
     """
 
     has_scored = False  # a reply of the run
-    takes_groups = False  # all replies to a problem are graded by one call
     parts: Set[str] = frozenset()  # names of the rewards, as far as the replies that were tried show them
 
     def __init__(
@@ -80,26 +257,12 @@ class Scorer:
         failures_dir: str | Path | None = None,
         max_error_share: float = 0.5,
     ):
-        num_workers = num_workers or min(os.cpu_count() or 1, 16)
         tokens = {name: os.environ[name] for name in TOKENS if name in os.environ}
-        self.settings = ScorerSettings(
-            env_name=env_name,
-            env_options=dict(env_options or {}),
-            num_workers=num_workers,
-            timeout=timeout,
-            max_error_share=max_error_share,
-            tokens=tokens,
-        )
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
         self.num_failures = 0
-        self.unfinished: dict[int, Job] = {}
-        self.in_flight: set[int] = set()  # of these, jobs that the helper has
-        self.window = sys.maxsize  # how many jobs it may have: few after it was lost, to find the one at fault
-        self.suspected: set[int] = set()  # jobs that the last lost helper had
-        self.num_replaced = 0  # helpers since the last outcome
-        self.is_closed = False
         self.held: contextlib.AbstractContextManager | None = None
-        self.start()
+        settings = ScorerSettings(env_name, dict(env_options or {}), timeout, max_error_share, tokens)
+        super().__init__(settings, num_workers or min(os.cpu_count() or 1, 16))
 
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
         """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
@@ -168,129 +331,6 @@ class Scorer:
                     record["text" if isinstance(reply, str) else "messages"] = reply
                     file.write(json.dumps(record) + "\n")
 
-    def request_outcomes(self, jobs: list[Job]) -> list[Outcome | Outcomes]:
-        """Returns the outcome of each job; empty when the scorer closes. Raises: RuntimeError, see `receive`."""
-        outcomes: dict[int, Outcome] = {}
-        self.send(dict(enumerate(jobs)))
-        while self.unfinished:
-            outcomes |= self.receive()
-            if self.is_closed:
-                return []
-        return [outcomes[number] for number in range(len(jobs))]
-
-    def send(self, jobs: dict[int, Job]) -> None:
-        """Starts jobs, by numbers that no unfinished job has."""
-        self.unfinished |= jobs
-        self.hand_out()
-
-    def hand_out(self) -> None:
-        """Gives the helper jobs that it has not, as many as the window has room for."""
-        room = min(self.window, len(self.unfinished)) - len(self.in_flight)
-        if room <= 0:
-            return
-        waiting = (number for number in self.unfinished if number not in self.in_flight)
-        jobs = {number: self.unfinished[number] for number in islice(waiting, room)}
-        self.in_flight |= jobs.keys()
-        try:
-            self.connection.send(jobs)
-        except OSError:
-            pass  # the helper is lost, which `receive` notices
-
-    def receive(self, wakeup: Connection | None = None) -> dict[int, Outcome | Outcomes]:
-        """Returns outcomes of jobs as they come, by number; none when `wakeup` can be read, or when the scorer closes.
-
-        A helper that is lost or stuck is replaced. The new one gets the unfinished jobs again, ever fewer at a time,
-        until the job that ends it is found; this job fails.
-        Raises: UserError when helpers are lost without end, or cannot make the environment.
-        """
-        try:
-            reply = self.receive_reply(wakeup)
-        except TimeoutError as error:
-            reply = str(error)
-        except (EOFError, OSError):
-            reply = "the helper process was lost; is there enough memory?"
-        if self.is_closed:
-            return {}
-        if isinstance(reply, str):
-            reply = self.replace_helper(reply)
-        elif reply:
-            self.num_replaced = 0
-        for number in reply:
-            del self.unfinished[number]
-            self.in_flight.discard(number)
-        if reply and not self.in_flight:
-            self.window = min(4 * self.window, sys.maxsize)
-        self.hand_out()
-        return reply
-
-    def replace_helper(self, reason: str) -> dict[int, Failure]:
-        """Starts another helper; returns the failure of a job that was alone with two lost ones in a row.
-
-        Raises: UserError for the last of MAX_LOST in a row.
-        """
-        self.num_replaced += 1
-        if self.num_replaced > MAX_LOST:
-            raise UserError(
-                f"grading failed {MAX_LOST} times in a row ({reason}): correct the reward or the environment"
-            )
-        print(f"warning: the process that scores is started again: {reason}", file=sys.stderr)
-        suspected, before = self.in_flight, self.suspected
-        self.in_flight, self.suspected = set(), suspected
-        self.window = max(1, len(suspected) // 4)
-        self.kill()
-        self.start()
-        if len(suspected) == 1 and suspected == before:
-            return dict.fromkeys(suspected, Failure("reward_errors", "it ended or stopped the process that scores"))
-        return {}
-
-    def receive_reply(self, wakeup: Connection | None = None) -> dict[int, Outcome] | str:
-        """Returns the helper's reply: outcomes, or an error; no outcomes when `wakeup` can be read.
-
-        Raises: EOFError or OSError when the helper is lost or the scorer closes; TimeoutError when it gives no sign of
-        life for STALL seconds.
-        """
-        last_alive = time.monotonic()
-        connections = [self.connection, *filter(None, [wakeup])]
-        while time.monotonic() - last_alive < STALL:
-            if self.is_closed:
-                raise EOFError
-            if time.monotonic() - last_alive > 2 * ALIVE_INTERVAL and self.process.poll() is None:
-                send_signal(self.process.pid, signal.SIGCONT)  # a reward may have stopped it
-            ready = wait(connections, timeout=0.1)
-            if self.connection in ready:
-                reply = self.connection.recv()
-                if reply is not None:
-                    return reply
-                last_alive = time.monotonic()
-            elif ready:
-                return {}
-        raise TimeoutError(f"the helper process gave no sign of life for {STALL} seconds")
-
-    def start(self) -> None:
-        """Starts the helper and waits until its workers have made the environment."""
-        self.connection, theirs = Pipe()
-        limit_waits(self.connection, STALL)
-        command = [sys.executable, "-c", HELPER, str(ROOT), str(theirs.fileno())]
-        # Its own session, since Ctrl-C is for the run, which then closes the pipe.
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=passed_variables(os.environ),
-        )
-        theirs.close()
-        try:
-            self.connection.send(self.settings)
-            reply = self.receive_reply()
-        except (EOFError, OSError) as error:
-            self.kill()
-            raise RuntimeError("The helper process for scoring did not start; it says above why.") from error
-        if isinstance(reply, str):
-            self.close()
-            raise UserError(f"{self.settings.env_name}: {reply}{variable_note(reply)}")
-        self.takes_groups = reply["takes_groups"]
-
     def hold(self, make: Callable[[], Held]) -> Held:
         """Returns what `make` makes when it is first asked for; it is closed with the scorer."""
         if self.held is None:
@@ -299,28 +339,32 @@ class Scorer:
         return self.held
 
     def close(self) -> None:
-        """Stops the workers; waits for 5 seconds at most, then kills them."""
-        self.is_closed = True
+        """Ends the processes, and what is held."""
         if self.held is not None:
             self.held.__exit__(None, None, None)
-        self.connection.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        """Ends the helper and everything it started, at once."""
-        self.connection.close()
-        if self.process.returncode is None:  # otherwise another process may have the number
-            kill_tree(self.process.pid)
-            self.process.wait()
+        super().close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def max_failures(num_jobs: int, max_error_share: float) -> int:
+    """Returns how many replies may have no rewards before the reward itself must be wrong."""
+    return max(int(max_error_share * num_jobs), 8)
+
+
+def episode_key(job: Job) -> tuple[int, int] | None:
+    """Returns problem and seed of the episode that a job belongs to; None for replies."""
+    index, reply = job
+    return (index, reply.seed) if isinstance(reply, Turns) else None
+
+
+def job_size(job: Job) -> int:
+    """Returns how many replies a job grades."""
+    return len(job[1].replies) if isinstance(job[1], Group) else 1
 
 
 def grouped(jobs: Sequence[Job]) -> list[Job]:
@@ -351,25 +395,31 @@ def blamed(jobs: Sequence[Job | Scored]) -> str:
 
 
 class ScoringStream:
-    """Does jobs of one rollout in a thread, while others are sampled: a context manager.
+    """Jobs that are done in the background, by row, for example while other rows are sampled; a context manager.
 
-    If rewards compare the replies to a problem, `group_size` replies wait for one another.
+    If rewards compare the replies to a problem, `group_size` replies wait for one another; 0: jobs are groups already.
     """
 
     def __init__(self, scorer: Scorer, group_size: int = 1):
         self.scorer, self.group_size = scorer, group_size
-        self.queue: SimpleQueue[dict[int, Job] | None] = SimpleQueue()  # None: no more
-        self.wakeup, self.bell = Pipe(duplex=False)  # a byte for each item of the queue
         self.jobs: dict[int, Job] = {}  # the last of each row
-        self.outcomes: dict[int, Outcome] = {}  # by row
+        self.outcomes: dict[int, Outcome | Outcomes] = {}  # by row
+        self.num_replies = 0
+        self.num_lost = 0  # replies that exceeded their time or ended their process
+        self.num_left = 0  # jobs without an outcome
+        self.num_takers = 0  # threads that wait for some outcomes
         self.has_changed = threading.Condition()  # outcomes, or error
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self.work_until_closed, daemon=True)
 
     def add(self, jobs: dict[int, Job]) -> None:
         """Adds a job for each row; a row has one unfinished job at most."""
         self.jobs |= jobs
-        self.put(self.whole_groups(jobs) if self.scorer.takes_groups else jobs)
+        if self.scorer.takes_groups and self.group_size:
+            jobs = self.whole_groups(jobs)
+        with self.has_changed:
+            self.num_left += len(jobs)
+            self.num_replies += sum(map(job_size, jobs.values()))
+        self.scorer.put(self, jobs)
 
     def whole_groups(self, jobs: Mapping[int, Job]) -> dict[int, Job]:
         """Returns the groups of these rows whose replies are all there, by their first rows."""
@@ -380,45 +430,17 @@ class ScoringStream:
                 (groups[first],) = grouped(replies)
         return groups
 
-    def put(self, jobs: dict[int, Job] | None) -> None:
-        """Puts jobs into the queue, and wakes the thread."""
-        self.queue.put(jobs)
-        self.bell.send_bytes(b".")
-
-    def work_until_closed(self) -> None:
-        """Sends jobs and receives outcomes until None is in the queue and all are there; runs in the thread."""
-        try:
-            is_open = True
-            while is_open or self.scorer.unfinished:
-                additions = self.take_additions(is_blocking=not self.scorer.unfinished)
-                if self.error:
-                    break  # the block was left: the scorer may be at other jobs already
-                is_open &= None not in additions
-                self.scorer.send({row: job for jobs in additions if jobs for row, job in jobs.items()})
-                if self.scorer.unfinished:
-                    self.publish(self.scorer.receive(self.wakeup))
-                if self.scorer.is_closed:
-                    raise EOFError("the scorer was closed")
-        except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
-            self.publish({}, error)
-
-    def take_additions(self, is_blocking: bool) -> list[dict[int, Job] | None]:
-        """Returns the queue's items; waits for one if it `is_blocking`."""
-        additions = []
-        while self.wakeup.poll(None if is_blocking and not additions else 0):
-            self.wakeup.recv_bytes()
-            additions.append(self.queue.get())
-        return additions
-
     def publish(self, outcomes: Mapping[int, Outcome | Outcomes], error: BaseException | None = None) -> None:
         """Gives outcomes, or an error, to waiting threads."""
-        if outcomes and self.scorer.takes_groups:
-            groups = {first: of_replies(outcome, self.group_size) for first, outcome in outcomes.items()}
-            outcomes = {first + i: outcome for first, group in groups.items() for i, outcome in enumerate(group)}
         with self.has_changed:
-            self.outcomes |= outcomes
+            for row, outcome in outcomes.items():
+                are_groups = self.scorer.takes_groups and self.group_size
+                each = of_replies(outcome, self.group_size) if are_groups else [outcome]
+                self.outcomes |= dict(enumerate(each, row))
+            self.num_left -= len(outcomes)
             self.error = self.error or error
-            self.has_changed.notify_all()
+            if self.num_takers or not self.num_left or error:  # a thread that needs all of them is not woken by each
+                self.has_changed.notify_all()
 
     def take(self, rows: Set[int], num_needed: int = 0, patience: Patience = HURRY) -> dict[int, Outcome]:
         """Removes and returns the outcomes of these rows that are there, by row.
@@ -430,27 +452,28 @@ class ScoringStream:
             return len(rows & self.outcomes.keys())
 
         with self.has_changed:
+            self.num_takers += 1
             self.has_changed.wait_for(lambda: self.error or num_come() >= num_needed)
             patience.wait(self.has_changed, num_come, lambda: self.error or rows <= self.outcomes.keys())
+            self.num_takers -= 1
             if self.error:
                 raise self.error
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
-    def finish(self) -> dict[int, tuple[Job, Outcome]]:
-        """Returns the job and the outcome of each row, once all are there; raises the error of the thread."""
-        self.put(None)
-        self.thread.join()
+    def finish(self) -> dict[int, tuple[Job, Outcome | Outcomes]]:
+        """Returns the job and the outcome of each row, once all are there."""
+        with self.has_changed:
+            self.has_changed.wait_for(lambda: self.error or not self.num_left)
         if self.error:
             raise self.error
         return {row: (self.jobs[row], outcome) for row, outcome in self.outcomes.items()}
 
     def __enter__(self) -> Self:
-        self.thread.start()
+        self.scorer.streams.add(self)
         return self
 
     def __exit__(self, _, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None:  # a signal may have left a chain behind, unknown to its pool, that waits for outcomes
+        self.scorer.streams.discard(self)
+        if error is not None:  # a signal may have left a thread that waits for outcomes
             self.publish({}, error)
-        self.put(None)
-        if error is None:  # after an error, jobs may still run, which `Scorer.close` ends
-            self.thread.join()
+        self.scorer.withdraw(self)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from envs.base import Env, Reply, Trial
 from envs.grading.answers import FORMS
-from envs.scoring.helper import Failure, Group, Job, Outcome, Turns
 from envs.scoring.scorer import Scorer
+from envs.scoring.worker import Failure, Group, Job, Outcome, Turns
 from utils.settings.errors import UserError, shorten
 
 NUM_TRIED = 3  # problems

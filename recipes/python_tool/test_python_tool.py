@@ -22,8 +22,8 @@ import pytest
 
 from envs import make_env
 from envs.base import INLINE, Env, Reply, Step
-from envs.scoring.helper import EpisodeCache, Turns
-from envs.scoring.scorer import Scorer
+from envs.scoring.scorer import Scorer, ScoringStream
+from envs.scoring.worker import EpisodeCache, Turns
 from recipes.python_tool import sandbox
 from recipes.python_tool.interpreter import PREFIX, CodeError, Interpreter, lock
 from tests.helpers import slow
@@ -654,10 +654,11 @@ def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
     memory = random.Random(str(-os.getppid())).randrange(2**9, 2**20)
     options = {"data_dir": str(SAMPLES), "seconds": 50.0, "memory": memory}
     with Scorer("python", options, num_workers=1, timeout=60) as scorer:
-        scorer.send({0: (0, Turns(0, (Reply("", (call(IMMORTAL),)),)))})
-        pids = wait_for_pids(memory)
-        scorer.process.kill()
-        wait_until_gone(*pids)
+        with ScoringStream(scorer) as stream:
+            stream.add({0: (0, Turns(0, (Reply("", (call(IMMORTAL),)),)))})
+            pids = wait_for_pids(memory)
+            scorer.lanes[0].process.kill()
+            wait_until_gone(*pids)
 
 
 def test_folders_of_killed_processes_are_removed_at_start(tmp_path, monkeypatch):

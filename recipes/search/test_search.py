@@ -13,7 +13,7 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem, Reply, Step
-from envs.scoring.helper import EpisodeCache, Turns
+from envs.scoring.worker import EpisodeCache, Turns
 from recipes.search.search import Index, Passage, is_exact_match
 from utils.settings.errors import UserError
 

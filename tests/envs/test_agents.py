@@ -37,7 +37,7 @@ from envs.agents.protocol import (  # noqa: E402
 from envs.agents.server import Server  # noqa: E402
 from envs.agents.sessions import BUDGET, Asked, Book, Ended, Session  # noqa: E402
 from envs.base import DIALECTS, AgentSettings, Reply  # noqa: E402
-from envs.scoring.helper import Failure  # noqa: E402
+from envs.scoring.worker import Failure  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
 HELLO = {"role": "user", "content": "hello"}

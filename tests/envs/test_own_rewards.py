@@ -13,9 +13,9 @@ from core.run.fingerprints import fingerprint_code
 from envs import make_env
 from envs.base import Episode, Reply, Step
 from envs.own_code import code_files, passed_variables, read_names, variable_note
-from envs.scoring.helper import Turns, answer
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import try_rewards
+from envs.scoring.worker import Turns, answer
 from envs.settings import EnvConfig, resolve_settings
 from utils.devices.sharding import Layout
 from utils.settings.errors import UserError

@@ -1,6 +1,5 @@
 """Replies that hang, crash or make the reward raise cost one score, not the run; nothing outlives the run."""
 
-import functools
 import json
 import os
 import random
@@ -15,11 +14,12 @@ import pytest
 
 from envs.base import MAX_OBSERVED, Reply, Step
 from envs.scoring import scorer as scoring
-from envs.scoring.helper import MAX_PRINTED, Outcome, Printed, ScorerSettings, Turns
 from envs.scoring.scorer import Failure, Scorer, ScoringStream
+from envs.scoring.worker import MAX_PRINTED, Outcome, Printed, Turns
 from tests.helpers import read_jsonl
 from tests.hostile import MEMORY
 from tests.processes import is_alive, wait_until_gone
+from utils.processes import descendant_pids
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,6 @@ FAILING = (
     "exit",
     "exit 0",
     "kill",
-    "kill group",
     "kill group 9",
     "kill parent",
     "close files",
@@ -42,20 +41,12 @@ FAILING = (
     "half a pair",
     "long name",
     "name of the log",
-    "no outcomes",
-    "too many outcomes",
-    "an outcome",
-    "an outcome and exit",
-    "half a message",
 )
 HANGING = (
     "sleep",
     "regex",
     "endless",
     "stop",
-    "an outcome and hang",
-    "half a message and hang",
-    "messages without end",
 )
 
 
@@ -102,7 +93,6 @@ def test_a_stream_gives_outcomes_while_another_reply_hangs(scorer):
         assert [*stream.take({1, 2}, num_needed=2)] == [1, 2], "both of which were added while it hangs"
         assert not stream.take({0})
         assert stream.take({0}, num_needed=1)[0].kind == "reward_timeouts"
-    assert not stream.thread.is_alive(), "or it would read what the next stream waits for"
 
 
 def ask(scorer: Scorer, *replies: str, seed: int = 5, is_truncated: bool = False) -> Outcome:
@@ -161,17 +151,17 @@ def test_what_an_environment_says_is_cut(patient_scorer):
 
 
 def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
+    start = time.monotonic()
     with pytest.raises(ZeroDivisionError), Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        helper = scorer.process.pid
+        process = scorer.lanes[0].process
         with ScoringStream(scorer) as stream:
-            stream.add({0: (0, "sleep")})
-            while not stream.queue.empty():
+            stream.add({0: (0, "sleep"), 1: (1, "ok")})
+            while len(scorer.queues[-1]) == 2:
                 time.sleep(0.01)
             raise ZeroDivisionError
-    stream.thread.join(5)
-    wait_until_gone(helper)
-    assert not stream.thread.is_alive()
-    assert scorer.process.pid == helper, "nor starts another helper"
+    assert time.monotonic() - start < 30
+    wait_until_gone(process.pid)
+    assert scorer.lanes[0].process is process, "nor starts another one"
 
 
 def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
@@ -189,58 +179,34 @@ def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
     assert not thread.is_alive()
 
 
-def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
-    """Or it takes what the next one waits for, where its thread is late."""
-    take_additions = ScoringStream.take_additions
-    is_next = threading.Event()
-
-    def take_late(stream, is_blocking: bool) -> list:
-        additions = take_additions(stream, is_blocking)
-        assert is_next.wait(5)
-        return additions
-
-    # The thread of the stream is late.
-    monkeypatch.setattr(ScoringStream, "take_additions", take_late)
+def test_a_stream_that_was_left_leaves_nothing_to_the_next(scorer):
     with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
+        stream.add({row: (0, "sleep") for row in range(100)})
         raise ZeroDivisionError
-    scorer.send({0: (7, "ok")})
-    is_next.set()
-    stream.thread.join(5)
-    assert not stream.thread.is_alive()
-    assert scorer.unfinished
-    while scorer.unfinished:
-        outcomes = scorer.receive()
-    assert outcomes[0]["index"] == 7
+    start = time.monotonic()
+    with ScoringStream(scorer) as stream:
+        stream.add({0: (7, "ok")})
+        assert stream.finish()[0][1]["index"] == 7
+    assert time.monotonic() - start < 20, "or those of the first one were done, too"
+    assert not scorer.streams
 
 
 def test_rewards_that_do_not_return_are_killed(scorer):
-    """Also those that write into the connection: a timeout each, and their neighbors keep their scores."""
+    """A timeout each, and their neighbors keep their scores."""
     texts = [reply for text in HANGING for reply in ["ok"] * 20 + [text] + ["ok"] * 19]
     start = time.monotonic()
     scores, counts = scorer.score_replies(range(len(texts)), texts)
     failed = [texts[i] for i, score in enumerate(scores) if score is None]
     assert failed == [*HANGING]
-    assert counts["reward_timeouts"] >= len(HANGING) - 2, "those that write a message may be an error"
-    assert sum(counts.values()) == len(HANGING)
+    assert counts == {"reward_timeouts": len(HANGING), "reward_errors": 0}
     assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("text", FAILING)
 def test_a_reward_that_fails_costs_one_score(scorer, text):
-    helper = scorer.process.pid
     scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     assert [i for i, score in enumerate(scores) if score is None] == [20]
     assert counts == {"reward_timeouts": 0, "reward_errors": 1}
-    assert scorer.process.pid == helper
-
-
-def test_what_a_worker_sends_does_not_execute(tmp_path):
-    with Scorer(HOSTILE, num_workers=1) as scorer:
-        scores, counts = scorer.score_replies([0, 1], [f"pickle {tmp_path / 'made'}", "ok"])
-    assert scores[0] is None
-    assert scores[1]["return"] == 1
-    assert counts["reward_errors"] == 1
-    assert not (tmp_path / "made").exists()
 
 
 def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
@@ -248,7 +214,7 @@ def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
     assert [score["index"] for score in scores] == list(range(40))
 
 
-@pytest.mark.parametrize("text", ["exit 0", "kill group", "kill parent"])
+@pytest.mark.parametrize("text", ["exit 0", "kill group 9", "kill parent"])
 def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
@@ -261,7 +227,7 @@ def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
 @pytest.mark.parametrize("text", ["shared memory", "memory of children"])
 def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
     # A limit that a test can reach.
-    monkeypatch.setattr(scoring, "ScorerSettings", functools.partial(ScorerSettings, max_memory=3 * MEMORY))
+    monkeypatch.setattr(Scorer, "max_memory", 3 * MEMORY)
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
         (failed, score), counts = scorer.score_replies([0, 1], [text, "ok"])
@@ -304,7 +270,7 @@ def test_workers_see_no_secrets(monkeypatch):
     monkeypatch.setenv("HF_HOME", str(ROOT))
     with Scorer("tests.hostile:make_with_token", num_workers=1) as scorer:
         variables = scorer.score_replies([0], ["environment"])[0][0]
-        environ = Path(f"/proc/{scorer.process.pid}/environ")
+        environ = Path(f"/proc/{scorer.lanes[0].process.pid}/environ")
         assert not environ.exists() or b"secret" not in environ.read_bytes()
     assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables)
     assert not set(secrets) & set(variables)
@@ -361,11 +327,12 @@ def test_run_stops_if_a_reward_fails_for_all_first_replies(number):
         assert scorer.score_replies([0], ["raise"])[0] == [None]
 
 
-def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):
-    start = time.monotonic()
-    with pytest.raises(UserError, match="failed for 32 of 32 replies, first by 'it took longer than 0.5 seconds'"):
-        scorer.score_replies(range(32), ["sleep"] * 32)  # one by one these were 8 s
-    assert time.monotonic() - start < 7.5
+def test_a_reward_that_always_hangs_stops_the_run_in_time():
+    with Scorer(HOSTILE, num_workers=4, timeout=0.5) as scorer:
+        start = time.monotonic()
+        with pytest.raises(UserError, match="failed for 32 of 32 replies, first by 'it took longer than 0.5 seconds'"):
+            scorer.score_replies(range(32), ["sleep"] * 32)  # one by one these were 8 s
+        assert time.monotonic() - start < 7.5
 
 
 def test_an_environment_that_cannot_be_made_is_the_users_mistake():
@@ -373,64 +340,52 @@ def test_an_environment_that_cannot_be_made_is_the_users_mistake():
         Scorer("tests.hostile:make_missing", num_workers=1)
 
 
-def test_a_lost_helper_is_replaced(scorer):
+def test_a_lost_process_is_replaced(scorer):
     (score,), _ = scorer.score_replies([0], ["ok"])
-    os.kill(scorer.process.pid, signal.SIGKILL)
+    for lane in [*scorer.lanes.values()]:
+        os.kill(lane.process.pid, signal.SIGKILL)
     assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
     wait_until_gone(int(score["pid"]))
 
 
-def test_a_helper_that_was_stopped_goes_on(capsys):
-    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        helper = scorer.process.pid
-        os.kill(helper, signal.SIGSTOP)
-        assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
-        assert scorer.process.pid == helper
-        assert not capsys.readouterr().err
-
-
-def test_a_stuck_helper_is_replaced(monkeypatch, capsys):
-    # The helper stays stopped, and is given up after two seconds.
-    monkeypatch.setattr(scoring, "STALL", 2)
-    monkeypatch.setattr(scoring, "send_signal", lambda pid, number: None)
-    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        os.kill(scorer.process.pid, signal.SIGSTOP)
-        assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
-        assert "started again: the helper process gave no sign of life" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the helper is found through /proc")
-@pytest.mark.parametrize("text", ["kill helper", "stop helper"])
-def test_a_reward_that_ends_or_stops_the_helper_costs_one_score(text):
-    with Scorer(HOSTILE, num_workers=2, timeout=1) as scorer:
-        scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
-        assert [i for i, score in enumerate(scores) if score is None] == [20]
-        assert sum(counts.values()) == 1
-
-
-def test_a_helper_that_is_always_lost_ends_the_run(monkeypatch):
-    # Each loss takes a third of a second.
+def test_processes_that_are_always_lost_end_the_run(monkeypatch, tmp_path):
+    # Each loss takes a tenth of a second.
     monkeypatch.setattr(scoring, "MAX_LOST", 2)
-    with Scorer(HOSTILE, num_workers=1) as scorer, pytest.raises(UserError, match="failed 2 times in a row .the h"):
-        scorer.score_replies(range(20), ["kill helper"] * 20)
+    with Scorer("tests.hostile:make_once", {"folder": str(tmp_path / "made")}, num_workers=1) as scorer:
+        with pytest.raises(UserError, match="failed 3 times in a row .FileExistsError"):
+            scorer.score_replies(range(20), ["ok", "kill"] * 10)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_signals_that_a_scheduler_sends_to_all_processes_cost_no_score(name, patient_scorer):
+    """Slurm sends them to the whole job; the last step of the run must be that of an undisturbed one."""
+    with ScoringStream(patient_scorer) as stream:
+        stream.add({row: (row, "slow") for row in range(4)})
+        while any(patient_scorer.queues):
+            time.sleep(0.01)
+        for lane in patient_scorer.lanes.values():
+            for pid in (lane.process.pid, *descendant_pids(lane.process.pid)):
+                os.kill(pid, signal.Signals[name])
+        assert [outcome["return"] for _, outcome in stream.finish().values()] == [1.0] * 4
+
+
+def test_a_reward_that_ends_its_group_ends_what_it_started(scorer):
+    (score,), _ = scorer.score_replies([0], ["child and kill group"])
+    wait_until_gone(int(score["child"]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts what is left in another session")
-@pytest.mark.parametrize("ending", ["closed", "stuck", "worker lost", "keeper lost"])
+@pytest.mark.parametrize("ending", ["closed", "stuck", "hangs", "exits"])
 def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
     with Scorer(HOSTILE, num_workers=1, timeout=0.5) as scorer:
         (score,), _ = scorer.score_replies([0], ["daemon"])
         daemon = int(score["daemon"])
         assert is_alive(daemon)
-        if ending == "worker lost":
-            scorer.score_replies([0], ["sleep"])
+        if ending in ("hangs", "exits"):
+            scorer.score_replies([0], ["sleep" if ending == "hangs" else "exit 0"])
             wait_until_gone(daemon)
-        if ending == "keeper lost":
-            scorer.score_replies([0], ["kill parent"])
         if ending == "stuck":
-            os.kill(scorer.process.pid, signal.SIGSTOP)
-            scorer.kill()
-            wait_until_gone(daemon)
+            os.kill(scorer.lanes[0].process.pid, signal.SIGSTOP)
     wait_until_gone(daemon)
 
 
@@ -438,7 +393,7 @@ def test_closing_leaves_no_process_behind():
     with Scorer(HOSTILE, num_workers=1) as scorer:
         (score,), _ = scorer.score_replies([0], ["ok"])
         assert is_alive(int(score["pid"]))
-    wait_until_gone(int(score["pid"]), scorer.process.pid)
+    wait_until_gone(int(score["pid"]), scorer.lanes[0].process.pid)
 
 
 @pytest.mark.parametrize("text", ["ok", "sleep", "regex"])
@@ -447,7 +402,7 @@ def test_workers_die_with_a_run_that_is_killed(text):
     program = (
         "from envs.scoring.scorer import Scorer\n"
         f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
-        "print(int(scorer.score_replies([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
+        "print(int(scorer.score_replies([0], ['ok'])[0][0]['pid']), scorer.lanes[0].process.pid, flush=True)\n"
         f"scorer.score_replies([0], [{text!r}])\n"
         "input()\n"
     )

@@ -27,11 +27,9 @@ from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Problem, Reply, Step, Text
 from envs.prompts import tasks_that_fit
-from envs.scoring import scorer as scoring
-from envs.scoring.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
-from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import repeated_jobs
+from envs.scoring.worker import EpisodeCache, Failure, Turns, heard
 from envs.settings import RolloutSettings, resolve_settings
 from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
@@ -42,6 +40,7 @@ from tests.hostile import MEMORY
 from tests.processes import is_alive, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
+from utils.processes import descendant_pids
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -378,13 +377,18 @@ def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
     return scorer.request_outcomes([(0, turn) for turn in turns])
 
 
+def process_pids(scorer: Scorer) -> list[int]:
+    keepers = [lane.process.pid for lane in scorer.lanes.values()]
+    return keepers + [pid for keeper in keepers for pid in descendant_pids(keeper)]
+
+
 @pytest.mark.parametrize("way", ["sleep", "exit 0", "kill", "kill group 9", "stop", "close files", "regex"])
 def test_tool_that_ends_its_process_costs_one_episode(way):
     with Scorer("tests.other_trainers:make", num_workers=2, timeout=0.5) as scorer:
         outcomes = outcomes_of(scorer, *["ok"] * 5, way, *["ok"] * 5)
         assert [isinstance(outcome, Failure) for outcome in outcomes] == [i == 5 for i in range(11)]
-        pids = descendant_pids(scorer.process.pid)
-    wait_until_gone(scorer.process.pid, *pids)
+        pids = process_pids(scorer)
+    wait_until_gone(*pids)
 
 
 @pytest.mark.parametrize(
@@ -406,10 +410,10 @@ def test_a_tool_that_raises_is_an_observation(way, reason):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
 def test_tool_whose_children_fill_memory_costs_one_episode(monkeypatch):
     # A limit that a test can reach.
-    monkeypatch.setattr(scoring, "ScorerSettings", partial(ScorerSettings, max_memory=3 * MEMORY))
+    monkeypatch.setattr(Scorer, "max_memory", 3 * MEMORY)
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=600) as scorer:
         failure, step = outcomes_of(scorer, "memory of children", "ok")
-        pids = descendant_pids(scorer.process.pid)
+        pids = process_pids(scorer)
     assert "took more than 300 MiB of memory" in failure.reason
     assert "'index': 0" in contents(step)[0]
     wait_until_gone(*pids)

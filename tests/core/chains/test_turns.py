@@ -32,7 +32,6 @@ from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
 from envs.scoring.patience import Patience
-from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
 from extras.replay import Stored, read_stored, replay, task_index, weights_before
 from models import decoder
@@ -64,6 +63,7 @@ from tests.oracles.generation import Address, Limits, conversation
 from tests.processes import on_four_devices, start_processes, wait, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
+from utils.processes import descendant_pids
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 

@@ -1,0 +1,331 @@
+"""What a process does that grades: it makes the environment, then scores replies and plays turns of episodes.
+
+It runs in a lane of envs/scoring/scorer.py (see utils/processes.py), and never imports JAX. Rewards, environments and
+tools are other people's code: what they raise is an outcome of the reply, and what they return is checked here.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import math
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from envs import make_env
+from envs.base import NOT_APPLICABLE, Env, Episode, Problem, Reply, Step, limited
+from envs.own_code import ROOT, wrong_return
+from utils.settings.errors import UserError, on_one_line
+
+MAX_EPISODES = 2048  # episodes that a process keeps: abandoned ones would fill its memory
+MAX_REWARD = 1e35  # largest reward of a reply or turn: sums of many fit into float32 (3e38)
+MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
+MAX_NAME = 200  # characters of the name of a reward, which becomes the name of a metric
+STEP_FORM = "Step(messages, reward, done), of messages with role and content"
+TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
+
+
+class Turns(NamedTuple):
+    """Replies of the policy in an episode so far. The job returns the response to the last one, or the opening."""
+
+    seed: int
+    replies: tuple[Reply, ...]
+    is_truncated: bool = False  # by a limit: the response to the last reply is known already
+    game: int = 0  # seeds what is generated before the first turn
+    said: int = 0  # digest of the environment's messages so far; 0: not to be compared
+
+
+class Group(NamedTuple):
+    """Replies to a problem that are graded together."""
+
+    replies: tuple[str, ...]
+
+
+Job = tuple[int, str | Turns | Group]  # number of the problem, and its reply, replies, or those of an episode
+Rewards = dict[str, float]  # by name; "return" is what training maximizes
+
+
+class Failure(NamedTuple):
+    """The reason why a reply has no rewards."""
+
+    kind: str  # "reward_timeouts" or "reward_errors"
+    reason: str  # may quote the reply: only its repr may reach a terminal
+    remedy: str = ""  # what to do; empty: that of its kind
+
+
+Outcome = Rewards | Step | Failure
+Outcomes = list[Rewards | Failure]  # outcomes of a group
+JSONOutcome = list[object]  # kind and fields of an outcome
+
+
+def outcome_to_json(outcome: Outcome | Outcomes) -> JSONOutcome:
+    """Returns an outcome as numbers, texts and lists."""
+    if isinstance(outcome, list):
+        return ["list", *map(outcome_to_json, outcome)]
+    fields = [outcome] if isinstance(outcome, dict) else outcome
+    return [type(outcome).__name__, *fields]
+
+
+def outcome_from_json(values: JSONOutcome) -> Outcome | Outcomes:
+    """Returns an outcome."""
+    kind, *fields = values
+    if kind == "list":
+        return [outcome_from_json(each) for each in fields]
+    return {"dict": dict, "Step": Step, "Failure": Failure}[kind](*fields)
+
+
+def heard(said: int, step: Step) -> int:
+    """Returns the digest of an environment's observations, this step included."""
+    return zlib.crc32(json.dumps(step.messages).encode(), said) if step.messages else said
+
+
+class ScorerSettings(NamedTuple):
+    """Settings of the processes. `tokens`: variables for the making of the environment only."""
+
+    env_name: str
+    env_options: Mapping[str, str | int | float | bool]
+    timeout: float
+    max_error_share: float
+    tokens: Mapping[str, str] = {}
+
+
+def work(settings: ScorerSettings, requests: Iterator[Sequence[Job]]) -> Iterator[object]:
+    """Makes the environment and yields its traits, or the reason why it cannot be made; then does the requests' jobs.
+
+    For a request it yields None when it takes it, and the outcome of each job before it begins the next one.
+    """
+    sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
+    try:
+        os.environ.update(settings.tokens)
+        env = make_environment(settings.env_name, settings.env_options)
+        for name in settings.tokens:
+            os.environ.pop(name, None)
+    except BaseException as error:  # noqa: BLE001 (environments are other people's code)
+        yield str(error) if isinstance(error, UserError) else describe_failure(error)
+        return
+    yield {"takes_groups": env.takes_groups}
+    episodes = EpisodeCache()
+    for jobs in requests:
+        yield None
+        problem = functools.cache(env.problem)  # the replies of a group share theirs
+        for index, reply in jobs:
+            yield outcome_to_json(score_reply(env, episodes, problem, index, reply))
+    episodes.close()
+    env.close()
+
+
+class Printed(io.RawIOBase):
+    """Writes what a reward prints by whole lines, which may quote a reply, over the progress of a terminal."""
+
+    def __init__(self, fd: int):
+        self.fd, self.pending = fd, ""
+        self.start = "\r\x1b[Kreward: " if os.isatty(fd) else "reward: "
+
+    def write(self, data: memoryview) -> int:
+        *lines, self.pending = (self.pending + bytes(data).decode(errors="replace")).split("\n")
+        self.pending = self.pending[:MAX_PRINTED]
+        with contextlib.suppress(OSError):  # nobody reads any longer
+            for line in lines:
+                os.write(self.fd, f"{self.start}{on_one_line(line.expandtabs()[:MAX_PRINTED])}\n".encode())
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.fd
+
+
+def score_reply(
+    env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns | Group
+) -> Outcome | Outcomes:
+    """Returns the rewards of a reply or of a group, the response to a turn, or the reason why there is none."""
+    worker = os.getpid()
+    try:
+        if isinstance(reply, Turns):
+            outcome = episodes.play(env, problem, index, reply)
+        elif isinstance(reply, Group):
+            outcome = score_group(env, problem(index), reply.replies)
+        else:
+            outcome = checked_return(env.score(problem(index), reply))
+    except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
+        outcome = Failure("reward_errors", describe_failure(error))
+    if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
+        os._exit(0)
+    return outcome
+
+
+def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> Outcomes:
+    """Returns the rewards of replies that are graded together; of those that raise alone, the reason.
+
+    Raises: what the reward raises for the others together.
+    """
+    try:
+        return list(map(checked_return, env.score_group(problem, texts)))
+    except Exception as error:
+        failures = {place: score_alone(env, problem, text) for place, text in enumerate(texts)}
+        failures = {place: outcome for place, outcome in failures.items() if isinstance(outcome, Failure)}
+        if not failures or len(failures) == len(texts):
+            raise error from None
+        left = [text for place, text in enumerate(texts) if place not in failures]
+        scores = iter(list(map(checked_return, env.score_group(problem, left))))
+        return [failures.get(place) or next(scores) for place in range(len(texts))]
+
+
+def score_alone(env: Env, problem: Problem, text: str) -> Rewards | Failure:
+    """Returns the rewards of one reply of a group, or the reason why there are none."""
+    try:
+        return checked_return(env.score(problem, text))
+    except Exception as error:  # of the reward
+        return Failure("reward_errors", describe_failure(error))
+
+
+class EpisodeCache:
+    """Episodes that a worker has played so far, by problem, seed and replies; other episodes are played again."""
+
+    def __init__(self):
+        self.episodes: dict[tuple[int, int, tuple[Reply, ...]], Episode] = {}
+
+    def play(self, env: Env, problem: Callable[[int], Problem], index: int, turns: Turns) -> Step:
+        """Returns the response to the last turn; without a turn it begins anew, and returns the opening."""
+        replies, is_opening = turns.replies, not (turns.replies or turns.is_truncated)
+        before = replies if turns.is_truncated else replies[:-1]
+        episode = self.episodes.pop((index, turns.seed, before), None)
+        if episode and is_opening:
+            episode.close()
+        is_new = not episode or is_opening
+        if is_new:
+            episode = env.episode(replace(problem(index), seed=turns.game), turns.seed)
+        try:
+            if is_new:
+                catch_up(episode, before, turns.said)
+            step = opening(episode) if is_opening else answer(episode, None if turns.is_truncated else replies[-1])
+        except BaseException:
+            episode.close()
+            raise
+        if step.done:
+            episode.close()
+            return step
+        self.episodes[index, turns.seed, replies] = episode
+        if len(self.episodes) > MAX_EPISODES:
+            self.episodes.pop(next(iter(self.episodes))).close()
+        return step
+
+    def close(self) -> None:
+        """Ends all episodes."""
+        for episode in self.episodes.values():
+            episode.close()
+
+
+def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
+    """Plays turns again. Raises: ValueError if the environment responds differently than before."""
+    digest = heard(0, opening(episode)) if episode.opening else 0
+    for reply in replies:
+        digest = heard(digest, answer(episode, reply))
+    if said not in (0, digest):
+        raise ValueError(
+            "its process was lost, and when the episode was played again, the environment returned other messages"
+        )
+
+
+def opening(episode: Episode) -> Step:
+    """Returns the opening of an episode: its prompt. Raises: TypeError if it is no list of messages."""
+    try:
+        return checked_step(Step(list(episode.opening)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(episode).__name__}.opening is {episode.opening!r:.200}"
+        raise TypeError(f"{said}: it must be a list of messages with role and content") from error
+
+
+def answer(episode: Episode, reply: Reply | None) -> Step:
+    """Returns the response to a turn; without a turn, the reward that is left at a limit.
+
+    Raises: TypeError that names the method, its line and its file, if the method returned no Step.
+    """
+    step = episode.truncate() if reply is None else episode.act(reply)
+    own = episode.truncate if reply is None else episode.act if type(episode).act is not Episode.act else episode.step
+    if not isinstance(step, Step):
+        raise wrong_return(own, step, STEP_FORM)
+    try:
+        return checked_step(limited(step))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise wrong_return(own, tuple(step), f"{STEP_FORM} ({error})") from error
+
+
+def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
+    """Returns rewards as plain numbers. Raises: ValueError for a name that a file of them cannot hold."""
+    for name in rewards:
+        if len(str(name)) > MAX_NAME or valid_text(name) != str(name):
+            raise ValueError(f"{name!r:.100} is no name of a reward: take at most {MAX_NAME} characters of text")
+        if name in TAKEN:
+            raise ValueError(f"the log has an env/{name} of its own: give this part of the reward another name")
+    return {str(name): float(value) for name, value in rewards.items()}
+
+
+def checked_return(rewards: Mapping[str, float]) -> Rewards:
+    """Returns rewards as plain numbers. Raises: ValueError as `checked_rewards`, and for a return out of bounds."""
+    numbers = checked_rewards(rewards)
+    checked_number("return", numbers["return"], may_lack=NOT_APPLICABLE in numbers)
+    return numbers
+
+
+def checked_number(name: str, value: float, may_lack: bool = False) -> float:
+    """Returns a number, NaN for none if it `may_lack`.
+
+    Raises: ValueError for one that is not finite, or too large for sums in float32.
+    """
+    number = float(value)
+    if not (abs(number) <= MAX_REWARD or (may_lack and math.isnan(number))):
+        raise ValueError(f"the {name} is {number}, not from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return number
+
+
+def checked_step(step: Step) -> Step:
+    """Returns a step with numbers and texts of plain types.
+
+    Raises: ValueError for a reward that is not finite, and for a step without messages that does not end the episode.
+    """
+    messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
+    info = checked_rewards(step.info)
+    may_lack = NOT_APPLICABLE in info
+    for name, value in info.items():
+        checked_number(name, value, may_lack)
+    if not messages and not step.done:
+        raise ValueError("the environment returns no message, and does not end the episode")
+    return Step(messages, checked_number("reward of a turn", step.reward, may_lack), bool(step.done), info)
+
+
+def valid_text(content: object) -> str:
+    """Returns a text with "?" for halves of surrogate pairs, which no tokenizer takes."""
+    return str(content).encode(errors="replace").decode()
+
+
+def describe_failure(error: BaseException) -> str:
+    """Returns an error in 500 characters at most, even one that cannot be printed, and its line in code of the user."""
+    try:
+        return f"{type(error).__name__}: {error}"[:500] + user_line(error)
+    except Exception:
+        return type(error).__name__
+
+
+def user_line(error: BaseException) -> str:
+    """Returns the last line outside of this repository's packages and of installed ones that an error came through."""
+    own = [str(ROOT / package) for package in ("core", "envs", "utils")]
+    # Not by extract_tb, which reads the files: a reward may raise for many replies.
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [line for line in lines if not line[0].startswith((*own, sys.prefix, sys.base_prefix, "<"))]
+    return " (line {1} of {0})".format(*lines[-1]) if lines else ""
+
+
+def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:
+    """Returns the environment of this name, or the one that a function "module:function" returns."""
+    if ":" not in name:
+        return make_env(name, **options)
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(**options)
