@@ -12,6 +12,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import argparse
 from collections.abc import Iterator
 
 import jax
@@ -66,6 +67,7 @@ def programs() -> Iterator[tuple]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     table, devices = [], np.array(gpu_topology("h200", NUM_DEVICES, 1).devices)
     with jax.set_mesh(Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))):
         for function, *arguments in programs():

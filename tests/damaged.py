@@ -84,6 +84,7 @@ def make_run(run: Path) -> None:
         "prompt_lengths": np.full(B, 5),
         "tasks": np.arange(B),
         "positions": np.arange(B),
+        "rollout": np.arange(B),
     }
     np.savez_compressed(run / "rollouts" / "step_2.npz", **arrays)
     tasks = np.repeat(np.arange(8), 2)

@@ -164,7 +164,7 @@ PROMPT_FILES = {
     "line separators": ("a.jsonl", '{"prompt": "a\u2028b\u2029c\u0085d"}\n\n{"prompt": "e"}\n'.encode(), 2),
     "a byte order mark": ("a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}', 1),
     "a table": ("a.csv", b"prompt,n\na,1\nb,2\n", 2),
-    "latin-1": ("a.jsonl", b'{"prompt": "caf\xe9"}', "a.jsonl:1: it is not UTF-8; from Latin-1"),
+    "latin-1": ("a.jsonl", b'{"prompt": "caf\xe9"}', "a.jsonl is not UTF-8; from Latin-1"),
     "utf-16": ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "a.jsonl is UTF-16"),
     "half a pair": ("a.jsonl", b'{"prompt": "\\ud83d"}', "a.jsonl:1: it holds"),
     "a zero": ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\u0000"}]}', "a.jsonl:1: it holds a zero byte"),
@@ -173,7 +173,7 @@ PROMPT_FILES = {
     "no content": ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: the content of message 1 is null"),
     "nested": ("a.jsonl", b"[" * 10**5, "a.jsonl is not JSON"),
     "nothing": ("a.jsonl", b"\n", "a.jsonl is empty"),
-    "half a line": ("a.jsonl", b'{"prompt": ', "a.jsonl:1: not JSON"),
+    "half a line": ("a.jsonl", b'{"prompt": ', "a.jsonl is not JSON"),
 }
 
 

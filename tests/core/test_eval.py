@@ -474,7 +474,8 @@ def run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(MODEL, "x/step1")
     Path("x/rollouts").mkdir()
-    arrays = {"tokens": [[1]], "lengths": [1], "prompt_lengths": [0], "mask": [[1]], "tasks": [0], "places": [0]}
+    arrays = {"tokens": [[1]], "lengths": [1], "prompt_lengths": [0], "mask": [[1]], "rollout": [0]}
+    arrays |= {"tasks": [0], "positions": [0]}
     np.savez("x/rollouts/step_1.npz", **arrays)
     Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
     Path("x/helper.py").write_text(HELPER)

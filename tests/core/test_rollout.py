@@ -6,6 +6,7 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import jax
@@ -112,7 +113,7 @@ def test_long_prompt_is_named_if_the_sample_missed_it():
         name="mine",
         tokenizer=tokenizer,
         sampler=sampler,
-        scorer=None,
+        scorer=SimpleNamespace(streams=set(), withdraw=lambda stream: None),
         layout=single_device(),
         rows_per_call=4,
     )

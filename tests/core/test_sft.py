@@ -365,7 +365,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
         raise ConnectionError("Couldn't reach the Hub")
 
     # A machine without network.
-    monkeypatch.setattr("envs.data.rows.fetch_split", offline)
+    monkeypatch.setattr("envs.data.hub.fetch_split", offline)
     for read in (lambda: read_written(DataConfig("me/mine")), lambda: make_env("dataset", path="me/mine")):
         with pytest.raises(UserError, match="load me/mine .* get it by `hf download me/mine .* name the folder"):
             read()

@@ -318,23 +318,23 @@ def test_a_file_imports_the_modules_beside_it(folder):
     (folder / "parts").mkdir()
     (folder / "parts" / "__init__.py").write_text("from .inner import three\n")
     (folder / "parts" / "inner.py").write_text("from own_helpers import value\nthree = value + 1\n")
-    (folder / "late.py").write_text("four = 4\n")
+    (folder / "four_late.py").write_text("four = 4\n")
     (folder / "own.py").write_text(
         "import json, own_helpers\nfrom own_helpers import value\n"
         "from parts import inner\nimport parts.inner as again\n"
         "def f(completion, **row):\n"
-        "    from late import four\n"
+        "    from four_late import four\n"
         "    return [own_helpers.value, value, inner.three, again.three, four] == [2, 2, 3, 3, 4]\n"
     )
     env = dataset(folder, "f")
     assert returns(env, "a") == [1.0]
-    names = ["own.py", "own_helpers.py", "parts/__init__.py", "parts/inner.py", "late.py", "more.py"]
+    names = ["own.py", "own_helpers.py", "parts/__init__.py", "parts/inner.py", "four_late.py", "more.py"]
     files = code_files(f"{folder / 'own.py'}:f")
     assert sorted(files) == sorted(folder / name for name in names)
     before = fingerprint_code(env)
-    (folder / "late.py").write_text("four = 5\n")
+    (folder / "four_late.py").write_text("four = 5\n")
     after = fingerprint_code(env)
-    assert [file for file in before if before[file] != after[file]] == [str(folder / "late.py")]
+    assert [file for file in before if before[file] != after[file]] == [str(folder / "four_late.py")]
 
 
 @pytest.mark.parametrize("name", ["utils.py", "models/more.py"])

@@ -927,7 +927,7 @@ def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
             file.write("more")
     assert {name: (backup / name).read_text() for name in names} == before
     written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
-    assert len(written) == 12
+    assert len(written) == 11
     assert all((folder / name).stat().st_nlink == 1 for name in written)
 
 
