@@ -405,7 +405,7 @@ BUDGETS = {
     "options": 159,
     "lines of the longest class": 319,
 }
-LOADED = {"files": 123, "lines": 21702}  # of the house, by a run of a step with evaluation and saving
+LOADED = {"files": 123, "lines": 20184}  # of the house, by a run of a step with evaluation and saving
 
 
 def num_lines(path: Path) -> int:

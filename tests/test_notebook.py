@@ -73,7 +73,7 @@ def test_the_notebook_runs_in_a_fresh_clone(tmp_path):
         if cell.cell_type == "code"
     }
     assert "where they were better than their group" in printed["update"]
-    assert printed["own-loss"].count("held-out") == 2
+    assert printed["own-loss"].count("held-out") == 3
     for name in ("demo", "own-reward"):
         assert printed[name].find("Learned: held-out correct answers went from") >= 0, printed[name]
     assert "this is a CPU" in printed["one-chip"]
