@@ -324,6 +324,8 @@ def forward(model: Model, params: Params, tokens: Array, starts: Array, caches: 
     """
     columns = first + jnp.arange(tokens.shape[1])
     positions = jnp.maximum(columns - starts[:, None], 0)  # [B, T], 0 in padding
+    frequencies = model.rope_theta ** -jnp.linspace(0, 1, model.head_dim // 2, endpoint=False)
+    angles = positions[:, :, None, None] * frequencies  # [B, T, 1, C / 2], the same in all layers
     attended = jnp.arange(caches[0][0].shape[2] if caches else tokens.shape[1])
     mask = (attended <= columns[:, None]) & (attended >= starts[:, None, None])  # [B, T, S]
     x = replicate(model, params["model.embed_tokens.weight"])[tokens]
@@ -331,18 +333,18 @@ def forward(model: Model, params: Params, tokens: Array, starts: Array, caches: 
         @jax.checkpoint  # the backward pass computes a layer again instead of keeping what is in it
         def body(x: Array, layer: Params) -> tuple[Array, None]:
             layer = replicate(model, layer)  # FSDP: a layer is whole while it is used
-            x, _ = block(model, layer, x, positions, mask, (), 0)
+            x, _ = block(model, layer, x, angles, mask, (), 0)
             return x, None
 
         x, _ = jax.lax.scan(body, x, params["layers"])
     else:
         caches = list(caches)
         for i, layer in enumerate(params["layers"]):
-            x, caches[i] = block(model, layer, x, positions, mask, caches[i], first)
+            x, caches[i] = block(model, layer, x, angles, mask, caches[i], first)
     return rms_norm(model, x, params["model.norm.weight"].astype(x.dtype)), caches
 
 
-def block(model: Model, layer: Params, x: Array, positions: Array, mask: Array, cache: tuple, first: int):
+def block(model: Model, layer: Params, x: Array, angles: Array, mask: Array, cache: tuple, first: int):
     """Returns x [B, T, D] after a layer, attention and MLP, and its cache: keys and values [B, K, S, C]."""
     B, T, C = *x.shape[:2], model.head_dim
     h = rms_norm(model, x, layer["input_layernorm.weight"])
@@ -352,8 +354,8 @@ def block(model: Model, layer: Params, x: Array, positions: Array, mask: Array, 
     if "self_attn.q_norm.weight" in layer:  # Qwen3
         q = rms_norm(model, q, layer["self_attn.q_norm.weight"])
         k = rms_norm(model, k, layer["self_attn.k_norm.weight"])
-    q = rotate(model, q, positions).swapaxes(1, 2)  # [B, H, T, C]
-    k = rotate(model, k, positions).swapaxes(1, 2)  # [B, K, T, C]
+    q = rotate(q, angles).swapaxes(1, 2)  # [B, H, T, C]
+    k = rotate(k, angles).swapaxes(1, 2)  # [B, K, T, C]
     if cache:
         k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, first, axis=2)
         v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, first, axis=2)
@@ -382,10 +384,8 @@ def linear(layer: Params, name: str, x: Array) -> Array:
     return y + layer[f"{name}.bias"] if f"{name}.bias" in layer else y
 
 
-def rotate(model: Model, x: Array, positions: Array) -> Array:
+def rotate(x: Array, angles: Array) -> Array:
     """Applies rotary position embedding to heads [B, T, H, C]. Source: arXiv 2104.09864."""
-    frequencies = model.rope_theta ** -jnp.linspace(0, 1, model.head_dim // 2, endpoint=False)
-    angles = positions[:, :, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # halves, as in Hugging Face's files
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -575,8 +575,8 @@ def main(settings: Settings) -> None:
     refuse(settings.dtype not in ("float32", "bfloat16"), f"--dtype {settings.dtype}: float32 or bfloat16")
     num_rows = settings.groups_per_batch * settings.group_size
     batch, samples = settings.ppo_minibatch, settings.num_eval_samples
-    for what, size in {"devices": num_devices, "--ppo_minibatch": batch, "--num_eval_samples": samples}.items():
-        refuse(size < 1 or num_rows % size, f"{what}: {size} does not divide the {num_rows} rows of a step")
+    for what, n in {"devices": num_devices, "--ppo_minibatch": batch, "--num_eval_samples": samples}.items():
+        refuse(n < 1 or num_rows % n, f"{what}: {n} does not divide the {num_rows} rows of a step")
     is_uneven = batch % max(settings.rows_per_microbatch * num_devices, 1)
     refuse(is_uneven, f"--rows_per_microbatch x {num_devices} does not divide --ppo_minibatch {batch}")
 

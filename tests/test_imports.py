@@ -70,7 +70,7 @@ LAW = {
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
-    "extras.chat_web": ("recipes.agents", "extras", "core", "envs", *BELOW),
+    "extras.chat_web": ("recipes.agents.server", "extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
     "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }
@@ -396,7 +396,7 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 27424,
+    "lines of the main floor": 27420,
     "lines that core/grpo.py reaches": 19742,
     "files that core/grpo.py reaches": 106,
     "lines of tests": 32750,

@@ -206,10 +206,6 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
 
 
-def as_ratio(value: Fraction) -> str:
-    return f"{value.numerator}/{value.denominator}"
-
-
 def fraction_value(text: str) -> Fraction:
     """Returns the value of a vulgar fraction."""
     return Fraction(unicodedata.numeric(text)).limit_denominator(10)
