@@ -37,28 +37,22 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "agents": "--env countdown --model_dir models/tiny --groups 2 --samples 2 --slots 4 --tokens 16",
     "bitwise": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --dtypes float32 --rows 64 --num_generation_tokens 8",
     "clients": "rewards",
-    "compile": "--models tiny --rows 4 --columns 32",
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
-    "credit": "--dir FOLDER --seed 0 --steps 0 --problems 2 --groups 8 --group_size 4",
     "device_checks": "--shape tiny --layers 1 --vocabulary 512",
     "distill": "--dir FOLDER --short --seeds 0",
     "endpoint": "",
     "families": "--num_models 1",
     "forgetting": "--dir FOLDER --short",
     "greedy": "FOLDER/samples.jsonl --limit 8",
-    "grpo_step": f"{SHAPE} {ROWS}",
     "minimal_compiled": "",
     "minutes": "FOLDER/run",
     "objectives": "--dir FOLDER --short",
-    "paged_attention": "--rows 8 --repeats 1",
-    "peers": f"--peers= --warmup 1 {SHAPE} {ROWS}",
+    "peers": f"--work rollout,update,step,turns,turns_step --turns 2 --peers= --warmup 1 {SHAPE} {ROWS}",
     "quarter_hour": "run FOLDER/run",
     "rewards_of_others": "",
-    "rollout": f"{SHAPE} {ROWS}",
     "roofline": f"{SHAPE} {ROWS} --slots 4,2 --pages -1,8 --kernels 1",
     "rows": "--model_dir models/tiny",
     "scaling": "--devices 1 --tokens 64 --rows 1",
-    "scoring": f"--data_dir {ROOT.parent}/shared/data --workers 1 --seconds 0.1",
     "serving": "--conversations 2 --tokens 8 --repeats 1",
     "side": "lmpo VARIANT",
     "startup": "--repeats 1",
@@ -68,7 +62,6 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "trl_grpo": "FOLDER/run",
     "trl_losses": "",
     "trl_sft": "",
-    "turns": "--peers= --turns 1 --step_turns= --group_size 2 --num_generation_tokens 4 --repeats 1 --shape tiny",
 }
 NEEDS = {  # packages that are not installed for tests
     "clients": ("trl",),
@@ -110,7 +103,7 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             pytest.skip(f"needs {package}, which is not installed for tests")
-    if name in ("scoring", "templates") and not (ROOT.parent / "shared").is_dir():
+    if name == "templates" and not (ROOT.parent / "shared").is_dir():
         pytest.skip("needs the files of ../shared")
     if name == "side":
         pytest.skip("is started by peers")
@@ -130,4 +123,4 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "|" in done.stdout or name in ("scoring", "startup"), done.stdout
+    assert "|" in done.stdout or name == "startup", done.stdout

@@ -28,7 +28,7 @@ from core.advantages import compute_advantages
 from core.config import Config
 from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import LossConfig, policy_loss
-from core.records import Batch
+from core.records import Batch, Completions
 from core.sampler import SamplingConfig, decode_weights
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, lay_out_adapters, load_model
@@ -37,6 +37,7 @@ from models.distribution import Distribution, softmax_outputs
 from models.lora import init_adapters
 from models.names import Adapters, Array, Params
 from models.optimizers import make_optimizer
+from models.state import TrainState
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse, with_options
@@ -98,23 +99,16 @@ def load_training(config: BenchTraining, layout: Layout) -> tuple[Decoder, Param
     return load(config.model_dir, config.bench.shape, layout, **config.compute.arguments)
 
 
-def make_batch(
-    rows: Sequence[list[int]],
-    num_prompt_tokens: int,
-    group_size: int,
-    rewards: Float[np.ndarray, "B"] | None = None,
-) -> Batch:
-    """Returns rollouts of equal length; rewards rise within each group if none are given."""
+def make_batch(rows: Sequence[list[int]], num_prompt_tokens: int, group_size: int) -> Batch:
+    """Returns rollouts of equal length, whose rewards rise within each group."""
     tokens = np.array(rows, np.int32)
     num_rows, length = tokens.shape
     is_completion = np.arange(length) >= num_prompt_tokens
-    if rewards is None:
-        rewards = np.arange(num_rows) % group_size / group_size
     return Batch(
         tokens=tokens,
         mask=np.tile(is_completion, (num_rows, 1)),
         sample_logprobs=np.zeros(tokens.shape, np.float32),
-        rewards=np.float32(rewards),
+        rewards=np.float32(np.arange(num_rows) % group_size / group_size),
         lengths=np.full(num_rows, length),
         prompt_lengths=np.full(num_rows, num_prompt_tokens),
         finished=np.ones(num_rows, bool),
@@ -122,13 +116,43 @@ def make_batch(
     )
 
 
+def batch_of(completions: Completions, group_size: int) -> Batch:
+    """Returns all rows, to learn from; the reward of a row is its share of even token ids."""
+    mask = completions.mask
+    is_even = (completions.tokens % 2 == 0) & mask
+    return Batch(
+        completions.tokens,
+        mask,
+        completions.logprobs,
+        np.float32(is_even.sum(axis=1) / mask.sum(axis=1)),
+        completions.lengths,
+        completions.prompt_lengths,
+        completions.finished,
+        completions.support,
+        completions.routes,
+        group_size=group_size,
+    )
+
+
+def learn(
+    config: Config, learner: Learner, state: TrainState, batch: Batch, number: int, with_old: bool = False
+) -> TrainState:
+    """Makes step `number`, of one update; with_old: with old log-probabilities, as a step of several updates."""
+    _, prepared = learner.add_logprobs(state, batch)
+    if with_old:
+        old = learner.compute_outputs(learner.policy(state.params), batch)
+        prepared = replace(prepared, old_logprobs=old.logprobs)
+    prepared = compute_advantages(prepared, config.objective)
+    (minibatch,) = split_minibatches(prepared, config, number, epoch=0)
+    state, made = learner.update(state, minibatch, 0.0)
+    learner.metrics([made])
+    return jax.block_until_ready(state)
+
+
 def make_update(
     config: BenchTraining, model: Decoder, params: Params, layout: Layout, batch: Batch, with_old: bool = False
 ) -> Callable[[], Params | Adapters]:
-    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters.
-
-    with_old: it computes old log-probabilities first, as a step with several updates does.
-    """
+    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters."""
     base = None
     if config.lora.lora_rank:
         base = decode_weights(model, layout, params, model.layer_numbers)
@@ -138,14 +162,7 @@ def make_update(
 
     def update() -> Params | Adapters:
         nonlocal state
-        _, prepared = learner.add_logprobs(state, batch)
-        if with_old:
-            old = learner.compute_outputs(learner.policy(state.params), batch)
-            prepared = replace(prepared, old_logprobs=old.logprobs)
-        prepared = compute_advantages(prepared, config.objective)
-        (minibatch,) = split_minibatches(prepared, config, step=1, epoch=0)
-        state, made = learner.update(state, minibatch, 0.0)
-        learner.metrics([made])
+        state = learn(config, learner, state, batch, 1, with_old)
         return state.params
 
     return update
