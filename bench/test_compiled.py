@@ -51,7 +51,8 @@ FEW = replace(MODEL, num_hidden_layers=2)  # where layers are alike
 def decode_segment(model: Decoder, layout: compiled.Imagined, num_slots: int, width: int) -> compiled.Program:
     """Compiles a segment over pages of rows of `width` tokens."""
     limits = {"prompt_length": PROMPT, "num_generation_tokens": width - PROMPT}
-    return compiled.decode_segment(with_options(compiled.CONFIG, **limits), model, layout, num_slots)
+    config = with_options(compiled.CONFIG, **limits)
+    return list(compiled.sampling_programs(config, model, layout, num_slots))[-1]
 
 
 def decode_in_step(model: Decoder, num_slots: int, width: int) -> compiled.Program:
@@ -85,18 +86,8 @@ def test_decoding_writes_the_cache_in_place_on_cpu(channels):
 
 
 def test_decoding_copies_no_experts_on_cpu():
-    model = Decoder(
-        512,
-        128,
-        256,
-        3,
-        4,
-        2,
-        64,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=96,
-    )
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+    model = Decoder(512, 128, 256, 3, 4, 2, 64, **experts)
     program = decode_in_step(model, 32, 256)
     assert hlo.loop_bodies(program.hlo)
     assert not hlo.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
@@ -236,30 +227,11 @@ def test_eight_h200s_gather_nothing_for_a_token(sizes):
     assert len(sent) == (2 * model.num_hidden_layers + 4 if "tp" in sizes else 0)
 
 
-MIXTURE = Decoder(
-    8192,
-    256,
-    512,
-    1,
-    4,
-    2,
-    64,
-    tie_word_embeddings=False,
-    num_experts=32,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-    dtype="bfloat16",
-)
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MIXTURE = Decoder(8192, 256, 512, 1, 4, 2, 64, tie_word_embeddings=False, dtype="bfloat16", **EXPERTS)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_read"),
-    [
-        (1, 2),
-        (8, 16),
-        (64, 32),
-    ],
-)
+@pytest.mark.parametrize(("num_rows", "num_read"), [(1, 2), (8, 16), (64, 32)])
 @pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("h200", "v5p")])
 def test_a_step_reads_experts_once(target, num_rows, num_read):
     """Only those of its rows where these are few; and no matrices of experts are laid out anew for a segment."""
@@ -326,9 +298,8 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes, teacher):
     program = train_step(model, compiled.imagine("h200", **sizes), ROWS, T, teacher=teacher)
     num_devices = math.prod(sizes.values())
     vocabulary = MODEL.vocab_size
-    largest = max(
-        each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE
-    )
+    lines = (each for body in hlo.computations(program.hlo).values() for each in body)
+    largest = max(each.elements for each in lines if each.op not in hlo.FREE)
     assert largest <= max(LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
     assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
     gathered = [each.elements for each in hlo.collectives(program.hlo)]
@@ -394,7 +365,7 @@ def test_an_update_for_tpus_gathers_all_of_its_weights(target, most):
     summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", text)
     assert set(summed) == {"f32"}
     sent = compiled.measure_communication(model, layout, text)
-    assert sum(sent.sent.values()) < most * sent.least
+    assert sent["sent"] < most * sent["FSDP's minimum"]
 
 
 @needs_h200
@@ -403,24 +374,17 @@ def test_an_update_sends_what_fsdp_must():
     layout = compiled.imagine("h200", num_slices=2, data=2, fsdp=8)
     model = replace(FEW, remat="full", attention="plain")
     sent = compiled.measure_communication(model, layout, train_step(model, layout, 1, T).hlo)
-    assert sum(sent.sent.values()) < 1.1 * sent.least
-    assert sent.counts["reduce-scatter"] == model.num_hidden_layers + 1  # a layer's gradients together, and the head's
-    assert sent.least_crossing <= sent.crossing < 1.01 * sent.least_crossing
+    assert sent["sent"] < 1.1 * sent["FSDP's minimum"]
+    # A layer's gradients together, and the head's.
+    assert sent[compiled.times_of("reduce-scatter")] == model.num_hidden_layers + 1
+    assert sent["their minimum"] <= sent["to other slices"] < 1.01 * sent["their minimum"]
 
 
 @needs_h200
 def test_gathered_weights_are_not_kept_for_the_backward_pass():
     """Though nothing else is recomputed: those of all layers are a whole model on each device."""
     layout = compiled.imagine("h200", fsdp=8)
-    few, more = (
-        replace(
-            MODEL,
-            num_hidden_layers=n,
-            vocab_size=2048,
-            remat="none",
-            attention="plain",
-        )
-        for n in (2, 6)
-    )
+    settings = {"vocab_size": 2048, "remat": "none", "attention": "plain"}
+    few, more = (replace(MODEL, num_hidden_layers=n, **settings) for n in (2, 6))
     added = train_step(more, layout, 1, 32).temporaries - train_step(few, layout, 1, 32).temporaries
     assert added < 2 * (more.num_parameters - few.num_parameters)
