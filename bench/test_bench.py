@@ -78,14 +78,8 @@ NEEDS = {  # packages that are not installed for tests
 
 
 def test_every_command_prints_its_help():
-    files = list(map(str, COMMANDS))
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-c", HELP, *map(str, COMMANDS)]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
     absent = ("PyTorch", "torch", "TRL")
     for file, (code, text) in found.items():
         needs_more = any(word in f"{code}{text}" for word in absent) and Path(file).stem in NEEDS
@@ -113,14 +107,8 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
     options = SMALLEST[name].replace("FOLDER", str(tmp_path)).split()
     if name == "templates":
         options = [option.replace("TRL", str(Path(find_spec("trl").origin).parent)) for option in options]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, f"bench/{name}.py", *options]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "|" in done.stdout or name == "startup", done.stdout

@@ -32,17 +32,9 @@ ROW = re.compile(r"^\| \[(.*)\]\((.*)\) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 TINY, TEACHER = "models/tiny", "models/player"
 STEPS = 4
 SMALL = {
-    "max_steps": STEPS,
-    "groups_per_batch": 4,
-    "group_size": 4,
-    "ppo_minibatch": 0,
-    "do_group_filter": 0,
-    "save_interval": 2,
-    "test_interval": 2,
-    "num_eval_tasks": 4,
-    "save_rollouts": "all",
-    "num_score_workers": 1,
-}
+    "max_steps": STEPS, "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 0, "do_group_filter": 0,
+    "save_interval": 2, "test_interval": 2, "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
+}  # fmt: skip
 DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64} | SMALL
 POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
 
@@ -96,14 +88,8 @@ def play(root: Path, folder: Path, flags: dict[str, object], is_killed: bool = F
     """Runs the code in `root`, once more where it was killed behind its second step."""
     command = [sys.executable, "core/grpo.py", *arguments(**flags, save_dir=folder)]
     for is_first in (True, False)[not is_killed :]:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            cwd=root,
-            env=QUICK | os.environ,
-            stdout=pipe,
-            stderr=subprocess.STDOUT,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=root, env=QUICK | os.environ, **pipes)
         if is_first:
             assert kill_at(process, folder, "step", 3, 0) != "finished"
         else:
@@ -294,15 +280,8 @@ def refresh() -> None:
         tree = Path(folder) / "tree"
 
         def git(*words: str, cwd: Path = tree, **options: str) -> str:
-            done = subprocess.run(
-                ["git", *words],
-                cwd=cwd,
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                **options,
-            )
-            return done.stdout
+            pipe = subprocess.PIPE
+            return subprocess.run(["git", *words], cwd=cwd, check=True, stdout=pipe, text=True, **options).stdout
 
         git("worktree", "add", "-q", "--detach", str(tree), cwd=ROOT)
         try:

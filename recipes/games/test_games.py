@@ -71,18 +71,14 @@ def is_correct(steps: list[Step]) -> bool:
 class Bisection:
     """Guesses the middle of what is left."""
 
-    def __init__(self):
-        self.low = self.high = self.guess = self.size = 0
-
     def __call__(self, message: str) -> str:
-        if message.startswith("Guess"):
+        if message == "higher":
+            self.low = self.guess + 1
+        elif message == "lower":
+            self.high = self.guess - 1
+        else:
             self.low, self.high = map(int, re.findall("[0-9]+", message))
             self.size = self.high - self.low + 1
-        elif message == "higher":
-            self.low = self.guess + 1
-        else:
-            assert message == "lower"
-            self.high = self.guess - 1
         self.guess = (self.low + self.high) // 2
         return str(self.guess)
 
@@ -108,13 +104,9 @@ def bits_left(own: int, other: int) -> list[int]:
 def read_board(message: str) -> tuple[int, int]:
     """Returns the stones of x and of o on the board at the end of a message."""
     cells = message.split()[-9:]
-    stones = {"x": 0, "o": 0}
-    for i, cell in enumerate(cells):
-        if cell in stones:
-            stones[cell] |= 1 << i
-        else:
-            assert cell == str(i + 1)
-    return stones["x"], stones["o"]
+    x, o = (sum(1 << i for i, cell in enumerate(cells) if cell == stone) for stone in "xo")
+    assert all(cell in (str(i), "x", "o") for i, cell in enumerate(cells, 1))
+    return x, o
 
 
 def solve(problem: Problem) -> float:
@@ -205,19 +197,15 @@ class WordPlayer:
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
-    numbers = []  # of the last message that shows any
-    words = read_words(WORDS)
+    numbers, words = [], read_words(WORDS)  # numbers of the last message that shows any
 
     def player(message: str) -> str:
         numbers[:] = re.findall("[0-9]+", message) or numbers
         if rng.random() < share_invalid:
             return "?"
         if case == "guess":
-            low, high = map(int, numbers)
-            return str(rng.randint(low, high))
-        if case == "wordle":
-            return rng.choice(words)
-        return rng.choice(numbers or list(STEPS))
+            return str(rng.randint(*map(int, numbers)))
+        return rng.choice(words if case == "wordle" else numbers or list(STEPS))
 
     return player
 
@@ -288,11 +276,9 @@ def test_shortest_paths_earn_full_marks(split):
         places = read_map(problem.messages[-1]["content"])
         [start] = places["P"]
         num_steps = steps_to_goal(places)[start]
-        assert 2 <= num_steps <= env.max_turns
-        assert len(places["H"]) == 4
+        assert 2 <= num_steps <= env.max_turns and len(places["H"]) == 4
         total, replies, steps = play(env, problem, path_player)
-        assert total == 1
-        assert is_correct(steps)
+        assert total == 1 and is_correct(steps)
         assert len(replies) == sum(step.info["steps"] for step in steps) == num_steps
 
 
@@ -322,23 +308,6 @@ def test_words_that_agree_with_all_signs_find_the_word(split):
             assert replies[-1] == env.words[i]
             assert total == 1 - env.cost * (len(replies) - 1)
     assert num_correct > 0.97 * env.num_tasks
-
-
-@pytest.mark.parametrize(
-    ("case", "highest"),
-    [
-        ("guess", 0.3),
-        ("tictactoe", 0.6),
-        ("tictactoe minimax", 0.3),
-        ("gridworld", 0.25),
-        ("wordle", 0.05),
-    ],
-)
-def test_random_moves_earn_clearly_less(case, highest):
-    env = make_game(case)
-    games = [play(env, env.problem(i), random_player(case, i), seed=i) for i in range(400)]
-    assert sum(total for total, *_ in games) / len(games) < highest
-    assert sum(is_correct(steps) for *_, steps in games) / len(games) < 0.65
 
 
 # laws
