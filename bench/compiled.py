@@ -27,6 +27,7 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import importlib.util
+import json
 import math
 import os
 import time
@@ -45,7 +46,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from bench import hlo
-from bench.common import Figure, report, shape, write_figures
+from bench.common import Figure, report, shape
 from core import learner
 from core.chains.pages import PAGE, decode_pages, prefill_pages
 from core.config import Config
@@ -743,7 +744,8 @@ def main(config: Command) -> None:
         rows = [[row.get(column, "") for column in columns] for row in table]
         report(title, columns, rows, facts)
     if config.table.json:
-        write_figures(config.table.json, {"title": "compiled programs", "environment": facts, "rows": table})
+        content = {"title": "compiled programs", "environment": facts, "rows": table}
+        Path(config.table.json).expanduser().write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,17 +33,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import (
-    BenchConfig,
-    Figure,
-    RowsConfig,
-    environment,
-    make_prompts,
-    read_shape,
-    report,
-    spread,
-    write_random_model,
-)
+from bench.common import BenchConfig, Figure, environment, make_prompts, report, spread, write_random_model
 from bench.fixed_episodes import FixedEpisodes
 from bench.side import ROLLOUTS, TAILS, TURNS, Work
 from core.rollout import encode_prompt
@@ -90,7 +80,10 @@ class Command:
     observation_tokens: int = option(16, "Tokens between two turns")
     warmup: int = option(2, "Runs of each side that are not counted")
     bench: BenchConfig = group(BenchConfig)
-    rows: RowsConfig = group(RowsConfig)
+    model_dir: str = option("", "Hugging Face folder of a model to measure; empty: a random one of --shape")
+    groups_per_batch: int = option(8, "Prompts")
+    group_size: int = option(8, "Completions of each prompt")
+    num_generation_tokens: int = option(128, "Tokens of each completion, or of each turn")
 
 
 class Side:
@@ -153,27 +146,27 @@ def make_works(config: Command, folder: str) -> dict[str, Work]:
 
 def turns_work(name: str, num_turns: int, config: Command, folder: str) -> Work:
     """Returns the work of episodes of so many turns."""
-    rows = config.rows
     num_tokens = config.observation_tokens
     options = {"num_turns": num_turns, "prompt_tokens": config.bench.prompt_tokens, "observation_tokens": num_tokens}
     env, tokenizer = FixedEpisodes(**options), load_tokenizer(folder)
-    prompts = [encode_prompt(tokenizer, env.problem(i)) for i in range(rows.groups_per_batch)]
+    prompts = [encode_prompt(tokenizer, env.problem(i)) for i in range(config.groups_per_batch)]
     observation = tokenizer.bridge([], [{"role": "user", "content": env.observation}], plain=True).ids
     assert {len(prompt) for prompt in prompts} == {config.bench.prompt_tokens}, "each letter is to be a token"
     assert len(observation) == num_tokens
-    limit = num_turns * rows.num_generation_tokens + (num_turns - 1) * num_tokens
-    work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": rows.group_size, "limit": limit}
-    more: Work = {"num_turns": num_turns, "observation": observation, "env_options": options}
-    return work | more | {"turn_tokens": rows.num_generation_tokens}
+    limit = num_turns * config.num_generation_tokens + (num_turns - 1) * num_tokens
+    size, turn = config.group_size, config.num_generation_tokens
+    work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": size, "limit": limit}
+    more: Work = {"num_turns": num_turns, "turn_tokens": turn, "observation": observation, "env_options": options}
+    return work | more
 
 
 def make_work(name: str, config: Command, folder: str) -> Work:
     """Returns the work of single replies."""
-    num_groups, limit = config.rows.groups_per_batch, config.rows.num_generation_tokens
+    num_groups, limit = config.groups_per_batch, config.num_generation_tokens
     if name in TAILS:
         num_groups, mean_length, limit = TAILS[name]
-    group_size = config.rows.group_size
-    vocabulary = read_shape(folder).vocab_size
+    group_size = config.group_size
+    vocabulary = json.loads((Path(folder).expanduser() / "config.json").read_text())["vocab_size"]
     num_rows = num_groups * group_size
     prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
     work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": group_size, "limit": limit}
@@ -228,7 +221,7 @@ def start_sides(config: Command, work: Work) -> list[Side]:
 
 
 def main(config: Command) -> None:
-    bench, model_dir = config.bench, config.rows.model_dir
+    bench, model_dir = config.bench, config.model_dir
     table, runs_of = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = model_dir or write_random_model(bench.shape, config.folder or temporary)

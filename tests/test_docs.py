@@ -208,22 +208,6 @@ def test_the_other_lmpo_has_its_owner_before_its_name():
     assert not [file for file in files if re.search(r"(?<!kvfrans/)\blmpo's\b", file.read_text(encoding="utf-8"))]
 
 
-def test_the_table_of_packages_is_true():
-    """A file that a row names imports the package, and what is nowhere is imported by no file of the program."""
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", read("CONTRIBUTING.md").partition("## Packages")[2], re.MULTILINE)
-    table = {name: place for names, place in rows for name in re.findall(r"`([\w-]+)`", names)}
-    card = "jax jaxlib flax optax numpy transformers wandb einops chex ml-collections absl-py jaxtyping tqdm"
-    assert table.keys() == {*card.split()}
-    program = [path for folder in ("core", "models", "envs", "utils") for path in (ROOT / folder).rglob("*.py")]
-    for name, place in table.items():
-        module = {"absl-py": "absl", "ml-collections": "ml_collections", "jaxlib": "jax"}.get(name, name)
-        statement = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
-        files = [file for file in FILE.findall(place) if "without an import" not in place]
-        assert all(statement.search(read(file)) for file in files), name
-        if "nowhere" in place or name in ("chex", "ml-collections"):
-            assert not any(statement.search(path.read_text()) for path in program), name
-
-
 def test_index_links_each_page_and_each_page_names_the_next():
     links = re.findall(r"^\| \[.*?\]\((.*?)\)", read("docs/README.md"), re.MULTILINE)
     found = sorted(f"docs/{link}" for link in links)

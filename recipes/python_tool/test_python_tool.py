@@ -5,10 +5,8 @@ import os
 import platform
 import random
 import re
-import shutil
 import struct
 import tempfile
-import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -124,45 +122,6 @@ def test_limits_of_memory_output_and_files(code, reason):
     assert time.monotonic() - start < 15
 
 
-BOMBS = {  # code, and how it ends; unseen: without a name in the folder
-    "unseen mapped files": (
-        "maps = []\nwhile True:\n file = open('a', 'w+b')\n file.write(bytes(2**20))\n"
-        " maps.append(mmap.mmap(file.fileno(), 4096))\n file.close()\n os.remove('a')",
-        "Operation not permitted: 'a'",
-    ),
-    "files": ("for i in range(10**6): open(str(i), 'wb', 0).write(bytes(2**20))", "more than 1000 files or 16 MiB"),
-    "mapped files": (
-        "for i in range(10**6):\n file = open(str(i), 'w+b')\n file.truncate(2**20)\n"
-        " mmap.mmap(file.fileno(), 0)[:] = bytes(2**20)",
-        "more than 1000 files or 16 MiB",
-    ),
-}
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory")
-@pytest.mark.parametrize("name", BOMBS)
-def test_bombs_take_less_than_64_mb(name, monkeypatch):
-    """As the file system counts, of which a thread looks at the largest number."""
-    code, end = BOMBS[name]
-    free, is_over = [], threading.Event()
-
-    def watch():
-        while not is_over.wait(0.001):
-            free.append(shutil.disk_usage("/dev/shm").free)
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        # Temporary folders of the sandbox are counted here.
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        thread = threading.Thread(target=watch)
-        thread.start()
-        result = run(f"{TOOLS}\nimport mmap\nlength = ctypes.c_long\nfile = open('a', 'w+b')\n{code}", seconds=2)
-        is_over.set()
-        thread.join()
-    assert result.startswith("!")
-    assert result.endswith(end)
-    assert free[0] - min(free) < 64e6
-
-
 REFUSED = "PermissionError: [Errno 1] Operation not permitted"
 DENIED = "PermissionError: [Errno 13] Permission denied"
 
@@ -265,11 +224,6 @@ TOOLS = """
 import ctypes, fcntl, os, resource, select, subprocess, time
 from pathlib import Path
 libc = ctypes.CDLL(None, use_errno=True)
-def call(name, *arguments):
-    result = getattr(libc, name)(*arguments)
-    if result in (-1, None):
-        raise OSError(ctypes.get_errno(), name)
-    return result
 """
 
 
@@ -290,15 +244,13 @@ def test_objects_made_outside_are_untouched(name, tmp_path):
         folder = tmp_path / str(is_confined)
         folder.mkdir()
         names = {"pid": os.getpid(), "folder": str(folder)}
-        exec(TOOLS, names)
-        exec(make, names)
+        exec(TOOLS + make, names)
         known = {key: value for key, value in names.items() if isinstance(value, int | str | bytes | tuple)}
         values = "".join(f"{key} = {value!r}\n" for key, value in known.items() if not key.startswith("__"))
         before = state(look, names)
         result = run(TOOLS + values + attempt, is_confined=is_confined)
         after = state(look, names)
         exec(remove, names)
-        names.clear()
         if is_confined:
             assert re.match(r"!PermissionError: \[Errno (1|13)\]", result), result
             assert after == before
@@ -425,23 +377,18 @@ time.sleep(99)
 """
 
 
-def test_no_process_is_left_of_a_fork_bomb():
-    memory = random.Random(str(os.getpid())).randrange(2**29, 2**30)  # is in the command line: finds the processes
-    interpreter = Interpreter(1.0, memory, True)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_no_process_is_left_of_a_fork_bomb(is_confined):
+    memory = random.Random(f"{os.getpid()} {is_confined}").randrange(2**29, 2**30)  # finds the command lines
+    interpreter = Interpreter(1.0, memory, is_confined)
     interpreter.renew()
     with pytest.raises(CodeError, match="longer than 1 seconds"):
         interpreter.python(FORK_BOMB)
     wait_until_gone(*pids_with(str(memory)))
 
 
-def test_without_confinement_the_group_is_killed():
-    memory = random.Random(str(-os.getpid())).randrange(2**29, 2**30)
-    interpreter = Interpreter(1.0, memory, False)
-    interpreter.renew()
+def test_without_confinement_files_are_read():
     assert run("open('/etc/passwd').readable()", is_confined=False) == "True"
-    with pytest.raises(CodeError, match="longer than 1 seconds"):
-        interpreter.python(FORK_BOMB)
-    wait_until_gone(*pids_with(str(memory)))
 
 
 IMMORTAL = "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(99)"  # PR_SET_PDEATHSIG
