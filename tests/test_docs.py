@@ -1,18 +1,16 @@
-"""The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
+"""The pages agree with the code: the walk of CONTRIBUTING.md, links, file names, diffs.
 
-    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
+    python tests/test_docs.py    # writes the walk's line numbers of today into CONTRIBUTING.md
 
 What the script does not write, such as a dead link, is corrected by hand.
 """
 
 import importlib
-import itertools
 import json
 import re
 import statistics
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,7 +25,6 @@ from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/README.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
-LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
@@ -36,15 +33,6 @@ MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of
 def read(page: str) -> str:
     """Returns the text of a file of the tree."""
     return (ROOT / page).read_text(encoding="utf-8")
-
-
-def loop() -> str:
-    """Returns the loop of `train` in core/minimal.py."""
-    _, _, train = read("core/minimal.py").partition("\ndef train(")
-    start = train.index("    for step in ")
-    first, *rest = train[start:].splitlines(keepends=True)
-    body = itertools.takewhile(lambda line: line.isspace() or line.startswith(" " * 8), rest)
-    return textwrap.dedent(first + "".join(body))
 
 
 def line_of(file: str, name: str) -> int:
@@ -58,10 +46,6 @@ def walk() -> list[tuple[str, str, str]]:
     """Returns the stops of the walk: file, line, name."""
     stops = STOP.findall(read("CONTRIBUTING.md"))
     return [(file, line, name) for file, line, _, name in stops]
-
-
-def test_the_page_on_grpo_quotes_the_loop():
-    assert LOOP.findall(read("docs/grpo.md")) == [loop()], "python tests/test_docs.py writes the loop into docs/grpo.md"
 
 
 def test_the_walk_has_the_lines_of_today():
@@ -143,7 +127,7 @@ def test_the_comparison_names_what_the_code_has():
 
 
 def test_figures_of_a_stored_run_are_those_of_its_files():
-    """The sections on the H100 and on takeaways in docs/lab/results.md, against docs/lab/runs."""
+    """The sections on the H100 and on takeaways in docs/lab/language_models.md, against docs/lab/runs."""
 
     def metrics(name: str, run: str = "h100") -> list[float]:
         lines = read(f"docs/lab/runs/coder-0.5b_gsm8k_{run}/metrics.jsonl").splitlines()
@@ -156,7 +140,7 @@ def test_figures_of_a_stored_run_are_those_of_its_files():
     def median(name: str, spec: str) -> str:
         return f"{statistics.median(metrics(name)):{spec}}"
 
-    page = " ".join(read("docs/lab/results.md").partition("## On one H100")[2].split())
+    page = " ".join(read("docs/lab/language_models.md").partition("## On one H100")[2].split())
     largest = "inference_recompute/logprob_diff_max"
     told = [
         "| correct | " + " | ".join(f"{x:.3f}" for x in metrics("test_env/correct_answer")) + " |",
@@ -236,9 +220,7 @@ def test_pinned_versions_are_those_of_the_requirements():
 
 
 def refresh() -> None:
-    """Writes the loop into docs/grpo.md, and the lines of today into the walk."""
-    page = LOOP.sub(lambda _: f"```py\n{loop()}```", read("docs/grpo.md"))
-    (ROOT / "docs/grpo.md").write_text(page, encoding="utf-8")
+    """Writes the lines of today into the walk."""
 
     def today(stop: re.Match[str]) -> str:
         file, _, space, name = stop.groups()
