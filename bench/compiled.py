@@ -335,33 +335,32 @@ def compile_until(programs: Programs, function: Callable) -> Iterator[Program]:
         results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
 
 
+def shaped(layout: Layout, spec: Spec, dtype: str = "float32", rollout: bool = False) -> jax.ShapeDtypeStruct:
+    """Returns a parameter as its shape laid out on the devices; `rollout`: as sampling lays it out."""
+    return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=rollout))
+
+
 def parameter_shapes(model: Decoder, layout: Layout, dtype: str = "float32") -> Params:
-    """Returns the parameters of a model, as shapes laid out on the devices."""
-
-    def lay_out(spec: Spec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec))
-
-    return jax.tree.map(lay_out, model.parameter_table(), is_leaf=architecture.is_spec)
+    """Returns the parameters of a model."""
+    table = model.parameter_table()
+    return jax.tree.map(lambda spec: shaped(layout, spec, dtype), table, is_leaf=architecture.is_spec)
 
 
 def trained_shapes(model: Decoder, layout: Layout, config: Config) -> Params | Adapters:
-    """Returns what is trained, as shapes laid out on the devices: adapters, or all parameters."""
+    """Returns what is trained: adapters, or all parameters."""
     if not config.lora.lora_rank:
         return parameter_shapes(model, layout)
-    shapes = {}
-    for name, spec in adapter_table(model, config.lora.lora_rank).items():
-        shapes[name] = jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec, rollout=True))
-    return shapes
+    table = adapter_table(model, config.lora.lora_rank)
+    return {name: shaped(layout, spec, rollout=True) for name, spec in table.items()}
 
 
 def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
-    """Returns the base below adapters as shapes laid out on the devices; empty if all parameters are trained."""
+    """Returns the base below adapters; empty if all parameters are trained."""
     if not config.lora.lora_rank:
         return {}
 
     def lay_out(path: tuple, spec: Spec) -> jax.ShapeDtypeStruct:
-        dtype = dtype_of(path[-1].key, model.dtype)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=True))
+        return shaped(layout, spec, dtype_of(path[-1].key, model.dtype), rollout=True)
 
     base = jax.tree.map_with_path(lay_out, model.weights_table(), is_leaf=architecture.is_spec)
     if config.lora.base_dtype != "int8":
@@ -371,12 +370,9 @@ def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
 
 def quantized_shapes(layout: Layout, layer: LayerParams) -> LayerParams:
     """Returns the shapes of a layer of int8: matrices where they were, scales on every device."""
-
-    def lay_out(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = layout.replicated if name.endswith(SCALE) else layer[name].sharding
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return {name: lay_out(name, x) for name, x in jax.eval_shape(quantize_layer, layer).items()}
+    shapes = jax.eval_shape(quantize_layer, layer)
+    places = {name: layout.replicated if name.endswith(SCALE) else layer[name].sharding for name in shapes}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
 
 
 class Teacher(NamedTuple):
@@ -668,17 +664,6 @@ def table_row(config: Command, target: str, name: str, num_devices: int) -> dict
     return row | rollout_figures(config, run, training["held"]) if run.rows else row
 
 
-def row_or_refusal(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
-    """Returns a row of the table, of what the compiler says does not fit no figures."""
-    try:
-        return table_row(config, target, name, num_devices)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(str(error).splitlines()[0])
-        return {"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"}
-
-
 def largest_mfu(flops: float, num_bytes: float, run: Run) -> float:
     """Returns the MFU if products run at the peak and all links send at once, and the shorter of both is hidden.
 
@@ -736,7 +721,13 @@ def main(config: Command) -> None:
         name = size if "-" in size else f"Qwen3-{size}"
         for target in config.table.target.split(","):
             for num_devices in (config.table.devices or default).split(","):
-                table.append(row_or_refusal(config, target, name, int(num_devices)))
+                try:
+                    table.append(table_row(config, target, name, int(num_devices)))
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    print(str(error).splitlines()[0])
+                    table.append({"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"})
                 print(table[-1], flush=True)
     facts = {"jax": jax.__version__}
     print(f"\nGB of one device; rows of {row_length(config)} tokens")

@@ -68,9 +68,7 @@ class Command:
     """Peers."""
 
     work: str = option("rollout", "Works, with commas between: " + ", ".join(WORKS))
-    peers: str = option(
-        "torch,trl", "Sides besides our own, with commas between; torch: transformers, a plain loop"
-    )
+    peers: str = option("torch,trl", "Sides besides our own, with commas between; torch: transformers, a plain loop")
     variants: str = option(
         "", "Variants instead of the default ones, as SIDE=V1+V2 separated by commas; ours are NAME=VALUE:..."
     )

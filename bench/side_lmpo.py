@@ -74,9 +74,7 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
             lengths += (completions.lengths - completions.prompt_lengths).tolist()
 
 
-def run_steps(
-    work: Work, config: Config, model: Decoder, params: Params, layout: Layout, gate: Gate
-) -> None:
+def run_steps(work: Work, config: Config, model: Decoder, params: Params, layout: Layout, gate: Gate) -> None:
     """Makes steps of GRPO; the reward is the share of even token ids, which costs next to nothing."""
     limit = config.sampling.num_generation_tokens
     sampler = with_pages(Sampler(model, limit, (), layout=layout), -1)

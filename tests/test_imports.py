@@ -208,21 +208,17 @@ def test_every_requirement_is_imported():
 
 def test_the_project_table_reads_the_requirements():
     """setuptools reads names and ranges only, no `-r other-file`."""
-    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    dynamic = table["tool"]["setuptools"]["dynamic"]
     extras = dynamic["optional-dependencies"]
     files = dynamic["dependencies"]["file"], extras["envs"]["file"], extras["test"]["file"]
     assert files == ("requirements.txt", "requirements-envs.txt", "requirements-test.txt")
-    assert not [line for file in files for line in (ROOT / file).read_text().splitlines() if line.startswith("-")]
-
-
-def test_the_tests_install_what_environments_need():
-    environments, tested = ((ROOT / f"requirements-{name}.txt").read_text() for name in ("envs", "test"))
-    packages = re.findall(r"^[\w-]+==[\d.]+", environments, re.MULTILINE)
-    assert packages == ["reasoning-gym==0.1.25"]
-    found = f'\n{packages[0]}; python_version < "3.13"'
-    assert found in tested, "without a compiler, tests are installed all the same"
-    others = re.findall(r"^[\w-]+>=[^\s;]+", environments, re.MULTILINE)
-    assert others and all(f"\n{line}" in tested for line in others)
+    texts = [(ROOT / file).read_text() for file in files]
+    assert not [line for text in texts for line in text.splitlines() if line.startswith("-")]
+    assert table["project"]["requires-python"] == f">={'.'.join(map(str, packages.PYTHON))}"
+    needed = re.findall(r"^[\w-]+[=>]=[^\s;]+", texts[1], re.MULTILINE)
+    assert len(needed) > 1 and all(f"\n{line}" in texts[2] for line in needed), "tests install what environments need"
+    assert 'reasoning-gym==0.1.25; python_version < "3.13"' in texts[2], "later it needs a compiler"
 
 
 def test_user_without_a_home_has_the_current_folder():
@@ -311,11 +307,6 @@ def test_versions_are_compared_as_numbers():
 
 
 OLD_PYTHON = "import runpy, sys; sys.version_info = (3, 8, 18); runpy.run_path(sys.argv[1], run_name='__main__')"
-
-
-def test_oldest_python_is_that_of_pyproject():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={'.'.join(map(str, packages.PYTHON))}"
 
 
 @pytest.mark.parametrize("file", CHECKED, ids=lambda file: str(file.relative_to(ROOT)))
