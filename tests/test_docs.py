@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from packaging.specifiers import SpecifierSet
 
@@ -159,6 +160,26 @@ def test_figures_of_a_stored_run_are_those_of_its_files():
         f"{statistics.mean(metrics('env/length')[:5]):.0f} tokens before and after (H100)",
         f"{ends('env/length', 'cpu', '.0f')} (CPU)",
     ]
+    assert not [figure for figure in told if figure not in page]
+
+
+def test_scores_of_readme_are_those_of_its_runs():
+    """Before and after training: the demo by seed, and a user's own data with the interval of its change."""
+    from utils.evaluation.estimates import paired_difference  # not on the path of this file's own command
+
+    def scores(run: str, step: int) -> np.ndarray:
+        return np.load(ROOT / f"docs/lab/runs/tiny_{run}/held_out.npz")[f"correct_answer_{step}"]
+
+    before, after = ([100 * scores(f"demo_cpu_seed{seed}", step).mean() for seed in range(3)] for step in (0, 24))
+    own = [scores("own_data_cpu", step) for step in (0, 40)]
+    change = {name: 100 * value for name, value in paired_difference(*own).items()}
+    told = [
+        f"{min(before):.0f}-{max(before):.0f}% of the held-out problems before training and "
+        f"{min(after):.0f}-{max(after):.0f}% after",
+        f"{100 * own[0].mean():.0f}% of them before training and {100 * own[1].mean():.0f}% after 40 steps, a change "
+        f"of {change['mean']:.0f} points [{change['low']:.0f}, {change['high']:.0f}]",
+    ]
+    page = " ".join(read("README.md").split())
     assert not [figure for figure in told if figure not in page]
 
 
