@@ -51,16 +51,12 @@ def post(server, body, timeout=60, **headers):
     return answer.status, [json.loads(line) for line in lines]
 
 
-REQUEST = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
-
-
-def asking(text: str) -> dict:
-    """Returns a request for a reply to this message."""
-    return REQUEST | {"messages": [{"role": "user", "content": text}]}
-
-
 def test_the_server_answers_its_own_page_alone(server):
-    body = REQUEST
+    body = {
+        "model": 0,
+        "temperature": "0.5",
+        "messages": [{"role": "user", "content": "hostile"}],
+    }
     status, lines = post(server, body)
     assert status == 200
     assert [line["text"][:10] for line in lines[:2]] == ["<img src=x"] * 2
@@ -68,15 +64,25 @@ def test_the_server_answers_its_own_page_alone(server):
     assert server.models[0].changes == [("temperature", "0.5")]
     assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
     assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 400
-    for wrong in ({"model": 2}, {"model": True}, {"messages": 1}, {"messages": [{"role": "system", "content": ""}]}):
+    for wrong in (
+        {"model": 2},
+        {"model": True},
+        {"messages": 1},
+        {"messages": [{"role": "system", "content": ""}]},
+    ):
         assert post(server, body | wrong)[0] == 400
     assert server.socket.getsockname()[0] == "127.0.0.1"
 
 
 def test_reply_is_not_computed_if_stopped_while_it_waits(server):
+    body = {
+        "model": 0,
+        "temperature": "0.5",
+        "messages": [{"role": "user", "content": "hostile"}],
+    }
     with server.lock, pytest.raises(TimeoutError):
-        post(server, REQUEST, timeout=0.2)
-    post(server, REQUEST | {"model": 1})
+        post(server, body, timeout=0.2)
+    post(server, body | {"model": 1})
     time.sleep(0.2)  # a reply that had waited would have been given by now
     assert server.models[0].seen == []
     assert len(server.models[1].seen) == 1
@@ -91,7 +97,21 @@ def send(server, text, length):
     return connection
 
 
-@pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("x", b"400"), ("9", b"408")])
+REQUEST = {
+    "model": 0,
+    "temperature": "0.5",
+    "messages": [{"role": "user", "content": "hostile"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [
+        ("-1", b"400"),
+        ("x", b"400"),
+        ("9", b"408"),
+    ],
+)
 def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
     # The test does not wait for seconds.
     monkeypatch.setattr(http_server, "SLOW", 0.3)
@@ -108,7 +128,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(server, capsys):
         return "flooded"
 
     server.models[0].replies["flood"] = flood
-    body = json.dumps(asking("flood")).encode()
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "flood"}]}).encode()
     with send(server, body, len(body)):
         while not server.models[0].seen:
             time.sleep(0.01)
@@ -121,7 +141,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(server, capsys):
 
 def test_the_page_is_told_what_is_compiled(server):
     server.models[0].replies["new"] = lambda show: str(jax.jit(lambda x: 1 + x)(41))
-    lines = post(server, asking("new"))[1]
+    lines = post(server, REQUEST | {"messages": [{"role": "user", "content": "new"}]})[1]
     compiled = [line["compiling"] for line in lines if "compiling" in line]
     assert compiled[-1] == "<lambda>"
     assert lines[-2] == {"text": "42"}
@@ -168,9 +188,11 @@ def test_errors_are_told_to_the_page(server, capsys):
         raise TypeError("of the tokenizer")
 
     server.models[0].replies["fail"] = fail
-    assert post(server, asking("fail"))[1] == [{"error": "TypeError: of the tokenizer"}]
+    messages = [{"role": "user", "content": "fail"}]
+    found = post(server, REQUEST | {"messages": messages})[1]
+    assert found == [{"error": "TypeError: of the tokenizer"}]
     assert "Traceback" in capsys.readouterr().err
-    long = post(server, asking("x" * (10**6 + 1)))[1]
+    long = post(server, REQUEST | {"messages": [{"role": "user", "content": "x" * (10**6 + 1)}]})[1]
     assert long == [{"error": "the conversation has 1,000,001 characters, and may have 1,000,000"}]
     assert server.models[0].seen == [["fail"]]
 
@@ -190,7 +212,7 @@ def test_ctrl_c_ends_a_reply_that_is_being_drawn():
             os.kill(os.getpid(), signal.SIGINT)
             connection.makefile("rb").read()
 
-    body = json.dumps(asking("endless")).encode()
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "endless"}]}).encode()
     servers = []
 
     class Recording(ChatServer):

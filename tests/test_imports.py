@@ -297,7 +297,13 @@ def test_command_names_a_package_of_another_version(name, command, tmp_path):
 
 def test_versions_are_compared_as_numbers():
     of = {"jax": ">=0.10,<0.12"}
-    expected = {"0.9.2": True, "0.10": False, "0.10.2rc1": False, "0.11.9": False, "0.12.0": True}
+    expected = {
+        "0.9.2": True,
+        "0.10": False,
+        "0.10.2rc1": False,
+        "0.11.9": False,
+        "0.12.0": True,
+    }
     assert {version: bool(packages.find_wrong({"jax": version}, of)) for version in expected} == expected
     ranges = packages.read_ranges((ROOT / "requirements.txt").read_text())
     assert ranges.keys() == {x.replace("_", "-") for x in requirements("requirements.txt")}
