@@ -28,7 +28,7 @@ from bench.clients import EQUAL, REFUSED, WRONG, Row
 from models import decoder
 from models.checkpoint import load_model, load_policy
 from models.lora import LoraConfig as OurConfig
-from models.peft import read_adapter_config, save_adapters
+from models.peft import read_adapters, save_adapters
 from utils.devices.sharding import single_device
 from utils.settings.errors import UserError
 
@@ -189,7 +189,7 @@ def make(name: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def save_again(folder: Path) -> Path:
     """Writes adapters as training that goes on with them does; returns their folder."""
-    adapters = read_adapter_config(folder)
+    adapters = read_adapters(folder)
     config = OurConfig(lora_rank=adapters.rank)
     model, _, arrays, tokenizer = load_policy(folder, config, 0, single_device(), "float32")
     save_adapters(folder / "again", model, arrays, tokenizer, adapters.base)

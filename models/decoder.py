@@ -9,7 +9,6 @@ a head, D width.
 
 from collections.abc import Callable
 from functools import partial
-from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -88,11 +87,8 @@ Routes = Int[Array, "B T L k"]  # experts in all layers: see Route; k is 0 witho
 def init_params(model: Decoder, key: Key) -> Params:
     """Returns random float32 parameters as Hugging Face initializes them: normal(0, 0.02), norms 1, biases 0."""
     specs, tree = jax.tree.flatten_with_path(model.parameter_table(), is_leaf=is_spec)
-    params = []
-    for i, (path, spec) in enumerate(specs):
-        own_key = jax.random.fold_in(key, i)
-        array = init_array(model, path[-1].key, spec.shape, own_key)
-        params.append(array)
+    keys = [jax.random.fold_in(key, i) for i in range(len(specs))]
+    params = [init_array(model, path[-1].key, spec.shape, k) for (path, spec), k in zip(specs, keys, strict=True)]
     return jax.tree.unflatten(tree, params)
 
 
@@ -101,8 +97,7 @@ def init_array(model: Decoder, name: str, shape: tuple[int, ...], key: Key) -> A
     if name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias")):
         return jnp.ones(shape, jnp.float32)
     if name.endswith("A_log"):
-        rates = jax.random.uniform(key, shape, jnp.float32, 0.01, 16)
-        return jnp.log(rates)
+        return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16))
     if "norm" in name:
         return jnp.full(shape, 1 - model.norm_offset, jnp.float32)
     if name.endswith("bias"):
@@ -119,10 +114,8 @@ def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) 
     x32 = x32 * jax.lax.rsqrt(mean_square + model.rms_norm_eps)
     gain = gain.astype(x.dtype)
     if model.norm_offset:
-        normed = (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
-    else:
-        normed = gain * x32.astype(x.dtype)
-    return normed.reshape(x.shape)
+        return (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype).reshape(x.shape)
+    return (gain * x32.astype(x.dtype)).reshape(x.shape)
 
 
 def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidden:
@@ -249,10 +242,8 @@ def decoder_layer(
 
 def mlp(model: Decoder, layer: LayerParams, x: Hidden) -> Hidden:
     """Computes the gated MLP of a layer."""
-    gate = linear(layer, "mlp.gate_proj", x)
-    gate = constrain(gate, "rows", None, "mlp")
-    up = linear(layer, "mlp.up_proj", x)
-    up = constrain(up, "rows", None, "mlp")
+    gate = constrain(linear(layer, "mlp.gate_proj", x), "rows", None, "mlp")
+    up = constrain(linear(layer, "mlp.up_proj", x), "rows", None, "mlp")
     activation = ACTIVATIONS[model.hidden_act]
     return linear(layer, "mlp.down_proj", activation(gate) * up)
 
@@ -301,10 +292,9 @@ def keep_all(layer: Callable[..., Hidden]) -> Callable[..., Hidden]:
     return jax.checkpoint(layer, policy=is_kept) if is_on_each() else layer
 
 
-SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {
     "none": keep_all,
-    "dots": partial(jax.checkpoint, policy=SAVE_DOTS),
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "full": jax.checkpoint,
 }
 
@@ -318,10 +308,7 @@ class LayerInputs(NamedTuple):
 
 
 def forward(
-    model: Decoder,
-    params: Policy,
-    tokens: Int[Array, "B T"],
-    packing: Packing | None = None,
+    model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing | None = None
 ) -> Float[Array, "S M D"]:
     """Computes hidden states, before the final norm, of right-padded rows: causal attention, positions from 0.
 
@@ -467,12 +454,13 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
     """
     cast = cast_params(model, params)
     layers = [select_layer(model, cast[LAYERS], i, numbers) for i in model.layer_numbers]
-    return cast | {LAYERS: [dict(starmap(as_decoded, layer.items())) for layer in layers]}
+    return cast | {LAYERS: [transpose_matrices(layer) for layer in layers]}
 
 
-def as_decoded(name: str, x: Array) -> tuple[str, Array]:
-    """Returns the name and the array of a layer's parameter as sampling reads it: matrices as [in, out]."""
-    return (name + TRANSPOSED, x.transpose(decode_axes(name))) if is_matrix(name) else (name, x)
+def transpose_matrices(layer: LayerParams) -> LayerParams:
+    """Returns a layer's parameters as sampling reads them: matrices as [in, out]."""
+    matrices = {name + TRANSPOSED: x.transpose(decode_axes(name)) for name, x in layer.items() if is_matrix(name)}
+    return {name: x for name, x in layer.items() if not is_matrix(name)} | matrices
 
 
 def cast_params(model: Decoder, params: Params) -> Params:
@@ -536,11 +524,9 @@ def decode(
     Other results as `decode_states`.
     """
     num_columns = prompt_columns(prompts)
-    group_size = len(tokens) // len(starts)
-    prompt_lengths = jnp.repeat(num_columns - starts, group_size)
     ends = jnp.full_like(starts, num_columns)
     attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
-    positions = prompt_lengths + columns
+    positions = jnp.repeat(num_columns - starts, len(tokens) // len(starts)) + columns
     hidden, caches, routes = decode_states(model, weights, prompts, caches, tokens, positions, attention, is_token)
     return head(model, weights, hidden[:, -1]), caches, routes
 

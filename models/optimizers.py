@@ -189,16 +189,11 @@ def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
         if path[0].key in VOCABULARY and not config.train_vocab:
             name = "frozen"
         sizes[name] += x.size
-        if name != "frozen":
-            factor = width_factor(x) if name in VOCABULARY.values() else 1.0
-            peaks[name] = f"{factor * getattr(config, name):.3g}"
-    nouns = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
-    if is_muon:
-        others = ", ".join(nouns[1:])
-        text = f"Muon for {nouns[0]}" + (f", AdamW for {others}" if others else "")
-    else:
-        text = f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
-        text += f", AdamW for {nouns[-1]}" if CRITIC in params else ""
+        factor = width_factor(x) if name in VOCABULARY.values() else 1.0
+        peaks[name] = f"{factor * getattr(config, name, 0):.3g}"
+    first, *others = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
+    text = f"Muon for {first}" if is_muon else f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
+    text += f", AdamW for {', '.join(others)}" if others else ""
     text += f", {config.lr_schedule}"
     if config.warmup_steps:
         text += f" after {config.warmup_steps} steps of warm-up"

@@ -80,17 +80,14 @@ def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> t
     if not is_ahead or len(devices) == 1:
         layout = arrange_mesh(config, devices)
         return layout, layout
-    layout = arrange_mesh(config, devices[:num_training])
-    num_rollout = len(devices) - num_training
+    layout, others = arrange_mesh(config, devices[:num_training]), devices[num_training:]
     tp = config.rollout_tp or layout.mesh.shape["tp"]
-    if num_rollout % tp:
-        flag = "--rollout_tp" if config.rollout_tp else "--mesh"
+    if len(others) % tp:
         raise UserError(
-            f"--mesh {config.mesh} leaves {counted(num_rollout, 'device')} to sample, no multiple of the tp={tp} of "
-            f"{flag}: give sizes that leave a multiple of it"
+            f"--mesh {config.mesh} leaves {counted(len(others), 'device')} to sample, no multiple of the tp={tp} of "
+            f"{'--rollout_tp' if config.rollout_tp else '--mesh'}: give sizes that leave a multiple of it"
         )
-    mesh = f"data={num_rollout // tp},tp={tp}"
-    return layout, arrange_mesh(replace(config, mesh=mesh), devices[num_training:])
+    return layout, arrange_mesh(replace(config, mesh=f"data={len(others) // tp},tp={tp}"), others)
 
 
 def check_ahead(num_training: int, num_devices: int) -> None:
@@ -131,11 +128,12 @@ def find_devices() -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:
         platform = jax.config.jax_platforms
         jax.config.update("jax_platforms", "")
-        available = sorted({device.platform for device in jax.devices()})
+        available = ", ".join(sorted({device.platform for device in jax.devices()}))
         advice = f": {INSTALL[platform]}, or leave it out" if platform in INSTALL else ""
-        reason = f" ({describe_error(error)})" if str(error) else ""
-        message = f"JAX_PLATFORMS={platform}: JAX finds no such device here{reason}, but {', '.join(available)}"
-        raise UserError(message + advice) from error
+        raise UserError(
+            f"JAX_PLATFORMS={platform}: JAX finds no such device here ({describe_error(error)}), but "
+            f"{available}{advice}"
+        ) from error
 
 
 @cache
@@ -188,9 +186,8 @@ def ending_together() -> Iterator[None]:
     """Ends all processes of a job when the block, a whole program, ends one of them by an error.
 
     Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; if that breaks
-    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
-
-    What was imported until here stays: collections pass it over, the one at the end of the program too.
+    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds. Garbage collections pass
+    over what was imported until here.
     """
     gc.freeze()
     gc.enable()  # commands disable it while they import
@@ -198,16 +195,14 @@ def ending_together() -> Iterator[None]:
         yield
     except BaseException as error:
         is_exit = isinstance(error, SystemExit)
-        is_success = is_exit and not error.code
-        if is_success or not jax.distributed.is_initialized():
+        if (is_exit and not error.code) or not jax.distributed.is_initialized():
             raise
         if not is_exit:
             traceback.print_exc()
         print(f"process {jax.process_index()} of {jax.process_count()} ends, and so do the others", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        has_status = is_exit and isinstance(error.code, int)
-        os._exit(error.code if has_status else 1)
+        os._exit(error.code if is_exit and isinstance(error.code, int) else 1)
 
 
 def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[str, int]:
