@@ -159,9 +159,7 @@ def split_heads(model: Decoder, x: Hidden, axis: str) -> Heads:
 
 def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: LayerParams, x: Hidden) -> Mixed:
     """Computes the attention of a layer; `attention(q, k, v)` gets rotated heads, and returns the new cache too."""
-    q = linear(layer, "self_attn.q_proj", x)
-    k = linear(layer, "self_attn.k_proj", x)
-    v = linear(layer, "self_attn.v_proj", x)
+    q, k, v = (linear(layer, f"self_attn.{name}_proj", x) for name in "qkv")
     gate = None
     if model.output_gate:
         q, gate = rearrange(q, "B T (H n C) -> n B T (H C)", n=2, C=model.head_dim)
@@ -195,15 +193,11 @@ def gated_deltanet(
     Padding, left of a row's first token or right of its last, leaves the state as it is. Source: transformers,
     modeling_qwen3_5.py.
     """
-    qkv = linear(layer, "linear_attn.in_proj_qkv", x)
-    gate = linear(layer, "linear_attn.in_proj_z", x)
-    write = linear(layer, "linear_attn.in_proj_b", x)
-    step = linear(layer, "linear_attn.in_proj_a", x)
+    qkv, gate, write, step = (linear(layer, f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
     if is_token is not None:
         qkv = jnp.where(is_token[..., None], qkv, 0)
-    qkv = unpack(constrain(qkv, "rows", None, "heads"), packing)
-    write = unpack(write, packing)
-    step = unpack(step, packing)
+    qkv = constrain(qkv, "rows", None, "heads")
+    qkv, write, step = (unpack(projection, packing) for projection in (qkv, write, step))
     qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"], is_token)
     beta = jax.nn.sigmoid(write.astype(jnp.float32))
     rate = jnp.exp(layer["linear_attn.A_log"])
@@ -387,7 +381,10 @@ def scan_periods(
     if not num_periods:
         return x, 0
     num_layers = num_periods * model.period
-    periods = stack_periods(model, stacked, num_periods)
+    periods = {}  # arrays stacked by period, and by layer within it
+    for name, layers in model.layers_with().items():
+        whole = stacked[name][: num_periods * sum(i < model.period for i in layers)]
+        periods[name] = whole.reshape(num_periods, -1, *whole.shape[1:])
     if routes is not None:
         routes = rearrange(routes[:num_layers], "(n p) B T k -> n p B T k", p=model.period)
 
@@ -430,16 +427,6 @@ def select_layer(model: Decoder, stacked: Layers, i: int, numbers: LayerNumbers 
     return {name: stacked[name][numbers[layers.index(i)]] for name, layers in layers_with.items() if i in layers}
 
 
-def stack_periods(model: Decoder, stacked: LayerParams, num_periods: int) -> LayerParams:
-    """Returns arrays stacked over layers by period, and by layer within it; the layers behind are left out."""
-    periods = {}
-    for name, layers in model.layers_with().items():
-        per_period = sum(i < model.period for i in layers)
-        whole = stacked[name][: num_periods * per_period]
-        periods[name] = whole.reshape(num_periods, per_period, *whole.shape[1:])
-    return periods
-
-
 def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Computes float32 next-token logits of right-padded rows, for tests and small models: [B, T, V] in memory."""
     hidden = forward(model, params, tokens)
@@ -453,14 +440,12 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
     as arguments of jit, let all layers share kernels: slices at constants would be compiled one by one.
     """
     cast = cast_params(model, params)
-    layers = [select_layer(model, cast[LAYERS], i, numbers) for i in model.layer_numbers]
-    return cast | {LAYERS: [transpose_matrices(layer) for layer in layers]}
-
-
-def transpose_matrices(layer: LayerParams) -> LayerParams:
-    """Returns a layer's parameters as sampling reads them: matrices as [in, out]."""
-    matrices = {name + TRANSPOSED: x.transpose(decode_axes(name)) for name, x in layer.items() if is_matrix(name)}
-    return {name: x for name, x in layer.items() if not is_matrix(name)} | matrices
+    layers = []
+    for i in model.layer_numbers:
+        layer = select_layer(model, cast[LAYERS], i, numbers)
+        matrices = {name + TRANSPOSED: x.transpose(decode_axes(name)) for name, x in layer.items() if is_matrix(name)}
+        layers.append(matrices | {name: x for name, x in layer.items() if not is_matrix(name)})
+    return cast | {LAYERS: layers}
 
 
 def cast_params(model: Decoder, params: Params) -> Params:
@@ -523,7 +508,8 @@ def decode(
     B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
     Other results as `decode_states`.
     """
-    num_columns = prompt_columns(prompts)
+    leaves = jax.tree.leaves(prompts)
+    num_columns = leaves[0].shape[2] if leaves else 0  # no layer has any, and none needs positions
     ends = jnp.full_like(starts, num_columns)
     attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
     positions = jnp.repeat(num_columns - starts, len(tokens) // len(starts)) + columns
@@ -562,12 +548,6 @@ def decode_states(
         new_caches.append(new_cache)
         new_routes.append(route)
     return x, new_caches, jnp.stack(new_routes, axis=2)
-
-
-def prompt_columns(prompts: list[PromptCache | None]) -> int:
-    """Returns the columns of the caches of prompts; 0 if no layer has any, and none needs positions."""
-    leaves = jax.tree.leaves(prompts)
-    return leaves[0].shape[2] if leaves else 0
 
 
 def target_hidden(

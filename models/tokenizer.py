@@ -44,8 +44,8 @@ SHORT = [{"role": "user", "content": "1"}, UNREAD]  # a conversation that shows 
 
 
 @dataclass(frozen=True, eq=False)
-class Tokenizer:
-    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
+class Vocabulary:
+    """Text to token ids and back, without a chat template."""
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
@@ -129,6 +129,11 @@ class Tokenizer:
     def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
         """Returns the ids of results that are written behind calls."""
         return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer(Vocabulary):
+    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
