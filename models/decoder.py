@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Bool, Float, Int, PyTree
 
-from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
+from models.architecture import LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
 from models.attention import (
     CachePositions,
     LayerCache,
@@ -68,7 +68,7 @@ from models.packing import (
     to_token_columns,
     unpack,
 )
-from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
+from models.rotary import Angles, apply_rotary, rotary_angles
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
 
 if TYPE_CHECKING:
@@ -125,12 +125,13 @@ def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidd
 
 def rotary_by_kind(model: Decoder, positions: Int[Array, "*B T"]) -> dict[str, Angles | None]:
     """Returns the rotation of tokens at these positions, for each kind of layer."""
-    rotary = {FULL: Rotary(model.rope_theta, model.rope_scaling)}
-    rotary[SLIDING] = Rotary(model.local_rope_theta) if model.local_rope_theta else rotary[FULL]
-    kinds = set(model.kinds) - {NO_ROPE, LINEAR}
+    scaled = model.rope_theta, model.rope_scaling
+    local = (model.local_rope_theta, None) if model.local_rope_theta else scaled
     num_rotated = int(model.partial_rotary_factor * model.head_dim)
-    angles = {kind: rotary_angles(rotary[kind], num_rotated, positions) for kind in sorted(kinds)}
-    return angles | {NO_ROPE: None}
+    angles = {NO_ROPE: None}
+    for kind in sorted(set(model.kinds) - {NO_ROPE, LINEAR}):
+        angles[kind] = rotary_angles(*(local if kind == SLIDING else scaled), num_rotated, positions)
+    return angles
 
 
 def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Array, "... F"]:

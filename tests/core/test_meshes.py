@@ -48,7 +48,6 @@ from tests.helpers import (
 from tests.kill_runs import arguments, reproducible
 from tests.processes import start_processes, wait
 from utils.batching import MicrobatchShape, empty_rows
-from utils.devices import sharding
 from utils.devices.sharding import Layout, bytes_on_device, sharding_of, single_device
 from utils.devices.startup import (
     DeviceConfig,
@@ -302,27 +301,11 @@ def test_all_that_is_large_is_cut():
     wait(start_processes(f"{CALL}shardings_on_eight_devices()", num_devices=8))
 
 
-def gradients_on_eight_devices() -> None:
-    mesh = make_layout(DeviceConfig(mesh="fsdp=8")).mesh
-    x = jax.random.normal(jax.random.key(0), (8, 24, 16))  # a gradient of each device
-    table = (24, 16), (None, "embed")
-
-    def gradient_of_sum(weights, rows):
-        _, to_weights = jax.vjp(lambda weights: sharding.gather(weights, table[0], jnp.float32), weights)
-        return to_weights(rows[0])[0][None]
-
-    @jax.jit
-    def summed(weights, rows):
-        return sharding.on_each(mesh, gradient_of_sum, weights, rows, table)
-
-    cut = summed(jnp.zeros(table[0]), x)  # [8, 24, 2]
-    found = np.moveaxis(np.asarray(cut), 0, 1).reshape(table[0])
-    np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
-
-
 SMALLER = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
 ODD = {"vocab_size": 201}  # which no number of devices divides
+ODD_HEADS = HYBRID.delta._replace(num_key_heads=1, num_value_heads=3)
 KINDS = {"dense": replace(MODEL, **ODD), "hybrid": HYBRID, "experts": replace(MODEL, **ODD, **SMALLER)}
+KINDS["odd hybrid"] = replace(HYBRID, delta=ODD_HEADS)
 
 
 def tokens_of_cut_weights(kind: str, *cases: tuple[str, int]) -> None:
@@ -376,15 +359,10 @@ def scores_of_any_rows(kind: str, *cases: tuple[int, str]) -> None:
                 assert_close(x, y, operations, max(1.0, np.abs(y).max()), err_msg=mesh)
 
 
-@pytest.mark.parametrize("kind", ["dense", *slow("hybrid", "experts")])
+@pytest.mark.parametrize("kind", ["dense", *slow("hybrid", "experts", "odd hybrid")])
 def test_any_number_of_rows_is_scored_on_any_mesh(kind):
     cases = (2, "fsdp=2"), (4, "data=4"), (4, "fsdp=2,tp=2")
     wait(start_processes(f"{CALL}scores_of_any_rows({kind!r}, *{cases})", num_devices=4))
-
-
-@pytest.mark.slow
-def test_gradients_are_summed_and_cut():
-    wait(start_processes(f"{CALL}gradients_on_eight_devices()", num_devices=8))
 
 
 def communication_on_eight_devices() -> None:

@@ -4,7 +4,6 @@ Letters as in models/deltanet.py.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,21 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import decoder
 from models.deltanet import DeltaInputs, chunked_rule, invert_unit_lower, recurrent_rule
 from tests.helpers import (
-    HYBRID,
     assert_close,
     assert_leaves_close,
-    depth,
-    gradient_depth,
-    on_layout,
-    random_params,
-    random_tokens,
 )
 from tests.oracles.layers import recurrence
-from tests.processes import on_four_devices
-from utils.devices.startup import DeviceConfig, make_layout
 
 B, H, C, E = 2, 3, 8, 4
 
@@ -109,27 +99,3 @@ def test_unit_triangular_matrices_are_inverted():
     np.testing.assert_array_equal(invert_unit_lower(ones), inverse)
 
 
-ODD = replace(HYBRID, delta=HYBRID.delta._replace(num_key_heads=1, num_value_heads=3))  # heads that no mesh divides
-
-
-def compare_on_four_devices() -> None:
-    """Logits and gradients of the training pass on meshes, and on one device."""
-    tokens = random_tokens(HYBRID.vocab_size, 4, 70, seed=4)
-
-    def loss(params, model):
-        scores = decoder.logits(model, params, tokens)
-        return jax.nn.log_softmax(scores)[..., 7].mean(), scores
-
-    compute = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
-    for model, mesh in ((HYBRID, "fsdp=2,tp=2"), (HYBRID, "tp=4"), (ODD, "data=2,tp=2")):
-        expected_gradient, expected = compute(random_params(model), model)
-        layout = make_layout(DeviceConfig(mesh=mesh))
-        gradient, logits = compute(on_layout(layout, model), model)
-        assert_close(logits, expected, depth(model, tokens.shape[1]))
-        for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
-            assert_close(x, y, gradient_depth(model, tokens.shape[1], tokens.size), 10 * np.linalg.norm(y))
-
-
-@pytest.mark.slow
-def test_results_do_not_depend_on_the_mesh():
-    on_four_devices(__file__, "compare_on_four_devices()")

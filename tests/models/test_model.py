@@ -91,24 +91,6 @@ def test_gradients_equal_those_of_transformers(name):
         assert_close(product, reference["gradient_products"][i], operations, size=10 * norm, err_msg=tensor)
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied", "qwen3_5-rest"])
-def test_no_token_sees_what_stands_right_of_it(name):
-    model, params, _ = load(FIXTURES / name)
-    tokens = jnp.arange(10)[None]  # each once, so that row i of the embedding is the input at position i
-    direction = jax.random.normal(jax.random.key(0), (model.hidden_size,))
-
-    @jax.jit
-    def gradients(t):
-        def output(embedding):
-            return decoder.forward(model, params | {EMBED: embedding}, tokens)[0, t] @ direction
-
-        return jax.grad(output)(params[EMBED])[:10]
-
-    for t in range(10):
-        moved = np.abs(gradients(t)).max(axis=1) > 0
-        assert moved.tolist() == [i <= t for i in range(10)]
-
-
 @pytest.mark.parametrize("name", DECODED)
 def test_greedy_decoding_gives_the_tokens_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
@@ -326,24 +308,6 @@ def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatc
     assert_trees_all_equal(params, saved_params)
     assert (tmp_path / "new" / "model.safetensors").exists() == (max_bytes > 20_000)
     assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
-
-
-def test_parameters_are_cut_as_the_layout_says(tmp_path):
-    class Halves:
-        mesh = None
-
-        def check_mesh_axes(self, params):
-            pass
-
-        def sharding(self, shape, axes):
-            mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-            requested.append((shape, axes))
-            return jax.NamedSharding(mesh, jax.P("x"))
-
-    requested = []
-    model, params, _ = load_model(FIXTURES / "qwen3-tied", layout=Halves())
-    assert set(requested) == set(jax.tree.leaves(model.parameter_table(), is_leaf=architecture.is_spec))
-    assert_trees_all_equal(params, load(FIXTURES / "qwen3-tied")[1])
 
 
 def test_dtypes_are_those_of_the_parameters(tmp_path):
@@ -620,49 +584,13 @@ def test_the_ids_of_qwen3(tmp_path):
         tmp_path.mkdir()
 
 
-def test_a_base_model_without_template_continues_plain_text():
-    tokenizer = load_tokenizer(FIXTURES / "qwen3-tied")
-    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
-    assert tokenizer.decode(tokenizer.chat(messages, prefix="=")) == "add\n1+1="
-
-
 SMOLLM2 = (  # as in the GGUF of SmolLM2-135M-Instruct
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou"
     " are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
     "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
     "'<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = (  # with what those of Llama 3.1 to 3.3 use: the first token, a date, a loop over all but the system prompt
-    "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
-    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
-    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}"
-    "{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
-    "message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
 USER = {"role": "user", "content": " 1 + 1? "}
-SYSTEM = {"role": "system", "content": "Add."}
-RENDERED = [
-    (
-        SMOLLM2,
-        [USER],
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        SMOLLM2,
-        [SYSTEM, USER, {"role": "assistant", "content": "2"}, USER],
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        LLAMA3,
-        [SYSTEM, USER],
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\nAdd.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-]
 
 
 def folder_with_template(folder: Path, template: str, stop_ids: list[int]) -> Path:
@@ -674,14 +602,6 @@ def folder_with_template(folder: Path, template: str, stop_ids: list[int]) -> Pa
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
     return folder
-
-
-@pytest.mark.parametrize("template, messages, text", RENDERED, ids=["smollm2", "smollm2-turns", "llama3"])
-def test_published_templates_are_rendered_as_written(template, messages, text, tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5, 7]))
-    assert tokenizer.has_template
-    assert tokenizer.render(messages, thinking=False) == text
-    assert tokenizer.chat(messages, prefix="=") == tokenizer.encode(text) + tokenizer.encode("=")
 
 
 QWEN3 = (  # the end of its template: thinking unless it is switched off
@@ -767,7 +687,7 @@ def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
 
 
 def test_every_id_of_generation_config_ends_a_completion(tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, LLAMA3, [5, 7, 5]))
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 7, 5]))
     assert tokenizer.stop_ids == (5, 7, tokenizer.hf.eos_token_id)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).stop_ids == tokenizer.stop_ids
