@@ -369,18 +369,16 @@ def load_base(source: ModelFolder, layout: Layout) -> Weights:
 def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> Array:
     """Loads one array of the weights, a matrix of a layer transposed."""
     dtype = jnp.dtype(dtype_of(name, source.dtype))
-    read = partial(source.read, dtype)
-    if name.endswith(TRANSPOSED):
-        name = name.removesuffix(TRANSPOSED)
-        read_stored, order = read, decode_axes(name)
-        stored_shape = tuple(spec.shape[order.index(i)] for i in range(len(order)))
+    stored = name.removesuffix(TRANSPOSED)
+    order = decode_axes(stored) if stored != name else range(len(spec.shape))
+    inverse = np.argsort(order)
+    shape = tuple(spec.shape[i] for i in inverse)
 
-        def read(name: str, index: Slices) -> np.ndarray:
-            stored_index = tuple(index[order.index(i)] for i in range(len(order)))
-            return read_parameter(read_stored, stored_shape, dtype, name, stored_index).transpose(order)
+    def read(index: Slices) -> np.ndarray:
+        stored_index = tuple(index[i] for i in inverse)
+        return read_parameter(partial(source.read, dtype), shape, dtype, stored, stored_index).transpose(order)
 
-    sharding = layout.sharding(*spec, rollout=True)
-    return jax.make_array_from_callback(spec.shape, sharding, partial(read, name))
+    return jax.make_array_from_callback(spec.shape, layout.sharding(*spec, rollout=True), read)
 
 
 def read_parameter(

@@ -150,12 +150,6 @@ PUBLISHED = {  # name: class, fields
         "Qwen2",
         QWEN2_5 | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
     ),
-    "DeepSeek-R1-Distill-Qwen-1.5B": (
-        "Qwen2",
-        sizes(1536, 8960, 28, 12, 2, 151_936, 131_072)
-        | QWEN
-        | {"max_window_layers": 21, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False},
-    ),
     "Qwen3-32B": (
         "Qwen3",
         sizes(5120, 25600, 64, 64, 8, 151_936, 40960) | QWEN3 | {"max_window_layers": 64, "tie_word_embeddings": False},
@@ -168,19 +162,6 @@ PUBLISHED = {  # name: class, fields
         | {"max_window_layers": 48, "tie_word_embeddings": False},
     ),
     "Qwen3.8-27B": ("Qwen3_5", HYBRID),
-    "Qwen3.5-0.8B": (
-        "Qwen3_5",
-        HYBRID
-        | sizes(1024, 3584, 24, 8, 2, 248_320, 262_144)
-        | {"linear_num_value_heads": 16, "tie_word_embeddings": True, "mlp_only_layers": []},
-    ),
-    "Llama-2-7b": ("Llama", sizes(4096, 11008, 32, 32, 32, 32000, 4096) | LLAMA),
-    "Llama-3.1-8B-Instruct": (
-        "Llama",
-        sizes(4096, 14336, 32, 32, 8, 128_256, 131_072)
-        | LLAMA
-        | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3 | {"factor": 8.0}, "mlp_bias": False},
-    ),
     "Llama-3.2-1B-Instruct": (
         "Llama",
         sizes(2048, 8192, 16, 32, 8, 128_256, 131_072)
@@ -218,12 +199,6 @@ PUBLISHED = {  # name: class, fields
             "tie_word_embeddings": True,
             "use_sliding_window": False,
         },
-    ),
-    "gemma-3-270m": (
-        "Gemma3Text",
-        GEMMA3
-        | sizes(640, 2048, 18, 4, 1, 262_144, 32768)
-        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False},
     ),
     "gemma-3-27b-it": ("Gemma3Text", GEMMA3_27B),
     "gemma-3-4b-it": (  # its text_config leaves out all other fields
