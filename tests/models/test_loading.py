@@ -231,8 +231,6 @@ JSONL_LINES = {
     "messages": '{"prompt": [{"role": "king", "content": "x"}], "answer": "5"}',
     "messages of a role": '{"prompt": [{"role": "user"}], "answer": "5"}',
     "surrogate": '{"prompt": "a\\ud800b", "answer": "5"}',
-    "surrogate in an answer": '{"prompt": "a", "answer": "\\udc00"}',
-    "zero byte": '{"prompt": "a\\u0000b", "answer": "5"}',
     "latin-1": '{"prompt": "\udce9", "answer": "5"}',
     "zeros": "\0" * 1000,
 }
@@ -369,11 +367,3 @@ def test_commands_end_in_one_sentence(script, tmp_path):
     MODELS["template zero"](tmp_path / "model")
     line = command(script, "--model_dir", str(tmp_path / "model"))
     assert line.startswith(f"error: {tmp_path / 'model'}: the model's chat template fails (")
-
-
-@pytest.mark.slow
-def test_a_data_file_ends_a_command_in_one_sentence(tmp_path):
-    (tmp_path / "rows.csv").write_bytes(DATA["CSV open quote"][1])
-    options = f"path={tmp_path / 'rows.csv'}"
-    line = command("core/grpo.py", "--env_name", "dataset", "--env_options", options)
-    assert line.startswith(f"error: {tmp_path / 'rows.csv'}:5 begins a row that is not CSV")
