@@ -108,9 +108,8 @@ def plain_attention(
 ) -> Float[Array, "B T H*C"]:
     """Computes causal attention up to a quarter of the row at a time, over the columns that it sees.
 
-    Quarters are three eighths less work than all of it at once, and a quarter of the scores in memory. Each quarter
-    compiles kernels of its own, so quarters of short rows have 64 columns or more. `is_token`: the columns of each row
-    that are seen at all; None: all, as in right-padded rows.
+    Quarters are three eighths less work, and a quarter of the scores in memory; each has 64 columns or more, since it
+    compiles kernels of its own. `is_token`: the columns that are seen at all; None: all, as in right-padded rows.
     """
     T = q.shape[1]
     mask = causal_mask(T, view.window)

@@ -532,8 +532,7 @@ def decode_states(
     """Computes hidden states, before the final norm, of some new tokens per row; `positions`: of each row's first.
 
     `attention(q, k, v, before, cache, view)` reads what is `before` and changes the cache. Also returns the tokens'
-    experts: the recorded ones of `routes`, if there are any. Padding on the right (`is_token` False) leaves states as
-    they are.
+    experts, which are those of `routes` if it is given. Padding on the right (`is_token` False) leaves states alone.
     """
     x = embed(model, weights, tokens)
     angles = rotary_by_kind(model, positions[:, None] + jnp.arange(tokens.shape[1]))
@@ -583,10 +582,9 @@ def token_outputs(
 ) -> TokenOutputs:
     """Computes log-probabilities and other outputs for all tokens under the distribution that was sampled from.
 
-    Only this function shifts next-token logits. `support` holds the ids that could be sampled for each token; None:
-    all. `routes` holds the experts that computed its logits: the experts of the token before it; None: routers choose.
-    With a packing, tokens that are no targets have 0. `extras` of each token reach the distribution; extras of rows are
-    repeated for their tokens.
+    Only this function shifts next-token logits. `support`: the ids that could be sampled for each token; None: all.
+    `routes`: the experts that computed its logits, those of the token before it; None: routers choose. With a packing,
+    tokens that are no targets have 0. `extras` reach the distribution, those of rows repeated for their tokens.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0

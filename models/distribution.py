@@ -137,9 +137,8 @@ def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> F
 def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats]:
     """Samples by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
 
-    That takes two uniforms a row, not V Gumbels. The sum over the blocks is the softmax's denominator, so the
-    log-probability costs nothing more. Devices that share the vocabulary hold whole blocks each: blocks of 128 ids
-    would have to be gathered for every token.
+    That takes two uniforms a row, not V Gumbels, and the sum over the blocks is the softmax's denominator. Devices that
+    share the vocabulary hold whole blocks each: blocks of 128 ids would have to be gathered for every token.
     """
     R, V = logits.shape
     padding = (0, 0), (0, -V % 128)

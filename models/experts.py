@@ -75,9 +75,8 @@ def choose_experts(
 ) -> Routing:
     """Chooses the likeliest experts of each token, weighted by their probabilities, or those divided by their sum.
 
-    Gradients reach the logits of all experts through the softmax. Experts that were recorded when the token was sampled
-    replace the likeliest ones, with the weights of these logits. Sources: Qwen3MoeTopKRouter of transformers;
-    arXiv 2510.11370 (rollout routing replay).
+    Recorded experts replace the likeliest ones, with the weights of these logits. Sources: Qwen3MoeTopKRouter of
+    transformers; arXiv 2510.11370 (rollout routing replay).
     """
     probs = jax.nn.softmax(logits.astype(jnp.float32))
     _, ids = jax.lax.top_k(probs, experts_per_token)
@@ -106,9 +105,8 @@ def mix_experts(
 ) -> Hidden:
     """Computes the weighted sum of the outputs of each token's experts with the product that was chosen.
 
-    On a mesh those of each device's rows are computed there, and `tp` shards the width of every expert. XLA cannot
-    partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers are not
-    balanced.
+    On a mesh those of each device's rows are computed there, since XLA cannot partition a kernel, and `tp` shards the
+    width of every expert. Whole experts on each device would not be as much work: routers are not balanced.
     """
     compute = partial(local_experts, activation=activation, product=product)
     if mesh is None:
@@ -142,8 +140,7 @@ def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Act
 def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
     """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
-    All pairs are computed at once. On a TPU they are computed in a loop, since a gather would lay out all matrices
-    anew. On a GPU each iteration of a loop would copy the matrices that it takes (bench/compiled.py).
+    In a loop on a TPU, where a gather would lay out all matrices anew; on a GPU each iteration would copy matrices.
     """
     k = routing.ids.shape[2]
 

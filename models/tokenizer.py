@@ -187,12 +187,10 @@ class Tokenizer(Vocabulary):
         plain: bool = False,
         tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
+        """Returns the ids of a conversation up to the assistant's turn, or on within it, and then `prefix`.
 
-        A last message of the assistant is continued. `thinking=False` closes Qwen3's thinking before it starts, None
-        leaves it to the template. `plain` leaves the chat template out, as for a base model without one.
-
-        Raises: UserError as `write`.
+        `thinking=False` closes Qwen3's thinking before it starts, None leaves it to the template. `plain` leaves the
+        chat template out, as for a base model without one. Raises: UserError as `write`.
         """
         ids = self.encode(self.write(messages, thinking, plain, tools) + prefix)
         return ids if self.has_template and not plain else [*self.first_ids, *ids]
@@ -202,8 +200,7 @@ class Tokenizer(Vocabulary):
     ) -> str:
         """Returns the text of a conversation up to the assistant's turn, or on within it if it has begun.
 
-        Raises: UserError when the chat template fails, writes far more than the messages, or leaves out parts of them.
-        Also for messages that `readable` refuses, and for a tool without type hints or a docstring.
+        Raises: UserError if the chat template fails or leaves parts of messages out, and as `readable`, `tool_schema`.
         """
         if self.has_template and not plain:
             messages, schemas = self.prepare(messages, thinking, tools)
@@ -301,8 +298,7 @@ class Tokenizer(Vocabulary):
     def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
         """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
 
-        So others render the prompts of training without an argument. A template that does not read `enable_thinking`
-        gets no default of it; those that are one of several by name are saved as they are.
+        Others then render the prompts of training without an argument. Templates by name are saved as they are.
         """
         before = self.hf.chat_template
         if not self.files or not isinstance(before, str):
@@ -326,8 +322,7 @@ class Tokenizer(Vocabulary):
     def with_generation(self, settings: Mapping[str, object], stop_strings: str = "") -> Self:
         """Returns a tokenizer that saves how training sampled in generation_config.json.
 
-        `settings`: of sampling; `stop_strings`: --stop_strings, whose special tokens are stop ids. Of the base's file
-        only KEPT stays, so that no penalty or constraint is saved that training did not apply.
+        Of the base's file only KEPT stays, so that no penalty or constraint is saved that training did not apply.
         """
         if not self.files:
             return self

@@ -127,8 +127,7 @@ def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: 
     """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
     `longest`: most columns of a row; `most_rows`: of an optimizer batch on a shard. If attention skips padding, all
-    rows have one width, and a second shape has a quarter of the tokens, for the last rows. If attention computes
-    padding, there are three widths, longest first.
+    rows have one width, and a second shape has a quarter of the tokens; otherwise there are three widths.
     """
 
     def shape_of(width: int, num_packed: int, columns: int) -> MicrobatchShape:

@@ -97,12 +97,9 @@ def cuda_capability(device: jax.Device | None) -> float:
 def keep_memory(model_dir: str) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
-    LARGE temporaries are excepted. Smaller arrays would take the space of a freed one, so the next one would not fit
-    there, and the heap would grow: with 135M parameters an update peaked at 9 GB, now at 5. Their pages are zeroed each
-    time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
-
-    Threads that compile wait for one another at the lock of a single arena, a fifth of the CPU time of a cold start.
-    Only a SMALL model gets several: larger temporaries would be fresh pages in all but the first.
+    LARGE temporaries are excepted: smaller arrays would take the space of a freed one, and the heap would grow (with
+    135M parameters an update peaked at 9 GB, now at 5). A SMALL model gets several arenas, since threads that compile
+    wait for one another at the lock of one; larger temporaries would be fresh pages in all but the first.
     """
     files = glob.glob(f"{glob.escape(os.path.expanduser(model_dir))}/model*.safetensors")
     num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))

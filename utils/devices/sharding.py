@@ -238,8 +238,8 @@ def is_on_each() -> bool:
 def gather(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Returns a whole float32 weight of this shape that fsdp shards, rounded to this dtype, inside of `on_each`.
 
-    The weight is sent in that dtype, and is then float32 again, so that its gradients are summed in float32. Gradients
-    are summed on a device first, then over all devices, and each keeps its part. A whole weight stays as it is.
+    It is sent in that dtype, and is then float32 again, so that gradients are summed in float32; each device keeps its
+    part of their sum. A whole weight stays as it is.
     """
     is_cut = [size != whole for size, whole in zip(x.shape, shape, strict=True)]
     return gather_along(x, is_cut.index(True), dtype) if any(is_cut) else x
@@ -304,8 +304,7 @@ def sharding_of(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Returns `x` sharded along these logical axes (of its first dimensions), inside of jit; as it is without a mesh.
 
-    Left to itself, the compiler gathers the batch and shards the products by the weights' fsdp. Each device would then
-    compute the attention and the logits of all rows.
+    Left to itself, the compiler gathers the batch, and each device computes the attention and the logits of all rows.
     """
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Manual in mesh.axis_types:  # inside of `on_each`

@@ -57,9 +57,7 @@ class DeviceConfig:
 
 
 def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
-    """Joins the other processes, if there are some, and lays all devices out as a mesh.
-
-    A small model in `model_dir` is compiled faster, by `keep_memory`.
+    """Joins the other processes, if there are some, and lays all devices out as a mesh; `model_dir`: see `prepare`.
 
     Raises: UserError when there is no device of JAX_PLATFORMS, or the mesh does not fit the devices.
     """
@@ -69,9 +67,7 @@ def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
 def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
     """Returns the meshes that train and that sample rollouts: the same one, unless several devices sample ahead.
 
-    Then the devices of --mesh, the first ones, train, and the others sample.
-
-    Raises: UserError, as `make_layout`, and if rollouts cannot be sampled ahead on these devices.
+    Then the devices of --mesh, the first ones, train. Raises: UserError as `make_layout` and `check_ahead`.
     """
     devices = join_devices(model_dir)
     num_training = math.prod(parse_mesh(config.mesh).values()) if config.mesh else 0
@@ -138,11 +134,9 @@ def find_devices() -> list[jax.Device]:
 
 @cache
 def join_processes() -> None:
-    """Joins the other processes of the job, which JAX finds in its own variables or in the cluster's.
+    """Joins the other processes of the job, which JAX finds in its own variables or in the cluster's, once.
 
-    A TPU host outside of a cluster is a process of its own. Runs once: a preset may need devices before the command.
-
-    Raises: UserError when the variables together do not give all that is needed.
+    A TPU host outside of a cluster is alone. Raises: UserError if the variables do not give all that is needed.
     """
     named = {name: os.environ[variable] for name, variable in PROCESS.items() if os.environ.get(variable)}
     num_started, num_here = started_processes()
@@ -207,8 +201,6 @@ def ending_together() -> Iterator[None]:
 
 def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[str, int]:
     """Returns the devices on each axis: by --mesh if it is given; if not, by --sharding, with a copy in each slice.
-
-    Slices are joined by a slower network: hosts with GPUs, or TPU slices.
 
     Raises: UserError for a mesh that cannot be read or does not fit the devices.
     """
