@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -42,7 +41,6 @@ from models.state import TrainState
 from models.tokenizer import load_tokenizer
 from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here
 from tests.kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
-from utils.devices import runtime
 from utils.devices.compile_log import Compilations
 from utils.devices.memory import HOST, fingerprint, mix_bits
 from utils.devices.sharding import single_device
@@ -940,31 +938,6 @@ def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, mon
     assert error.startswith("error: --save_dir")
     assert error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
-
-
-def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
-    limits = []
-    # The limits of this process stay as they are.
-    monkeypatch.setattr(runtime.resource, "setrlimit", lambda _, pair: limits.append(pair))
-    for soft, hard in ((32, 4096), (32, resource.RLIM_INFINITY), (256, 512)):
-        # A machine with these limits.
-        monkeypatch.setattr(runtime.resource, "getrlimit", lambda _, pair=(soft, hard): pair)
-        runtime.raise_file_limit()
-    assert limits == [(1024, 4096), (1024, resource.RLIM_INFINITY), (512, 512)]
-    # A machine that refuses more files.
-    monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (16, 16))
-    with pytest.raises(ValueError, match="may open only 16 files"):
-        runtime.raise_file_limit()
-
-
-def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
-    code = (
-        "import sys; from utils.devices.runtime import open_closed_streams\n"
-        "open_closed_streams(); file = open(sys.argv[1])\n"
-        "print('lost'); print('lost', file=sys.stderr); assert file.fileno() > 2 and not sys.stdout.isatty()"
-    )
-    command = f'exec "{sys.executable}" -c "{code}" {__file__} <&- >&- 2>&-'
-    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
 # Disks, buckets and pipes
