@@ -275,7 +275,7 @@ def grade_replies(name: str, options: dict[str, str], number: int, timeout: floa
             totals = {kind: totals[kind] + counts[kind] for kind in totals}
             done += len(texts)
             keepers = [lane.process.pid for lane in scorer.lanes.values()]
-            memory.append(sum(tree_memory(keeper, 0) for keeper in keepers))
+            memory.append(sum(tree_memory(keeper) for keeper in keepers))
             if done % 10_000 < 2000:  # a worker dies now and then
                 victim = descendant_pids(keepers[-1])[-1]
                 os.kill(victim, signal.SIGKILL)

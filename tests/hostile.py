@@ -119,7 +119,6 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "close files": lambda: os.closerange(3, 1000),
     "daemon": start_daemon,
     "fork": fork,
-    "environment": lambda: {"return": 1.0, **{name: 1.0 for name in os.environ}},
     "shared memory": lambda: fill(4 * MEMORY),
     "memory of children": fill_memory_of_children,
     "cancel": cancel,
@@ -129,9 +128,7 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "endless": lambda: {"return": sum(itertools.count())},
     "nan": lambda: {"return": float("nan")},
     "huge": lambda: {"return": 1e300},
-    "half a pair": lambda: {"return": 1.0, "\ud800": 1.0},
     "name of the log": lambda: {"return": 1.0, "length": 2.0},
-    "long name": lambda: {"return": 1.0, "x" * 10**6: 1.0},
     "slow": lambda: time.sleep(0.3),
 }
 
@@ -158,13 +155,6 @@ class Counting(Episode):
 
 
 def make() -> Env:
-    return Hostile()
-
-
-def make_with_token() -> Env:
-    """Fails where the token for private data sets is not there while the environment is made."""
-    if os.environ["HF_TOKEN"] != "secret":
-        raise KeyError
     return Hostile()
 
 

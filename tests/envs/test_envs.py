@@ -445,7 +445,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),
-        ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: convert it by `iconv"),
+        ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv begins with .*, in UTF-8"),
     ],
 )
 def test_other_columns_and_encodings_come_with_a_remedy(tmp_path, name, content, words):
@@ -503,7 +503,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     paths = {
         "": "path=FILE",
         "absent.jsonl": "no file absent.jsonl",
-        str(tmp_path): "holds no file of rows",
+        str(tmp_path): "has no file of rows",
     }
     for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
