@@ -39,12 +39,7 @@ class Hostile(Env):
         if text == "print":
             speak(problem.answer)
         found = WAYS[text]() if text in WAYS else None
-        scores = {
-            "return": 1.0,
-            "index": problem.answer,
-            "jax": "jax" in sys.modules,
-            "pid": os.getpid(),
-        }
+        scores = {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
         return scores if found is None else found
 
 
@@ -142,11 +137,7 @@ class Counting(Episode):
     def step(self, reply: str) -> Step:
         self.num_turns += 1
         scores = self.env.score(self.problem, reply)
-        info = {
-            "turn": self.num_turns,
-            "pid": scores["pid"],
-            "object": id(self),
-        }
+        info = {"turn": self.num_turns, "pid": scores["pid"], "object": id(self)}
         size = 10**7 if reply == "much" else 1
         return Step([{"role": "user", "content": "more" * size}] * size, scores["return"], self.num_turns == 4, info)
 

@@ -321,12 +321,9 @@ def try_import(rewards: str, episode: str) -> None:
     found = lane.answer(IMPORT_SECONDS)
     lane.close()  # with whatever the files have started
     if isinstance(found, Dead):
-        if found.is_late:
-            raise UserError(
-                f"importing {flags} takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
-            )
-        reason = found.reason.replace("it ended its process", "ends the process")
-        raise UserError(f"importing {flags} {reason}: remove the line that ends it")
+        late = f"takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
+        ended = f"{found.reason.replace('it ended its process', 'ends the process')}: remove the line that ends it"
+        raise UserError(f"importing {flags} {late if found.is_late else ended}")
     error, *signatures = found
     if error:
         raise UserError(error)

@@ -158,12 +158,7 @@ def test_verl_scores_are_the_return_and_other_numbers_are_parts(folder):
     answer = env.problem(0).answer["answer"]
     assert env.score(env.problem(0), answer) == {"correct_answer": 1.0, "acc": 1.0, "return": 1.0}
     file = folder / "verl.jsonl"
-    row = {
-        "prompt": "1?",
-        "data_source": "s",
-        "reward_model": {"ground_truth": "g"},
-        "extra_info": {"i": 3},
-    }
+    row = {"prompt": "1?", "data_source": "s", "reward_model": {"ground_truth": "g"}, "extra_info": {"i": 3}}
     file.write_text("\n".join(json.dumps({**row, "prompt": f"{i}?"}) for i in range(40)))
     (folder / "own.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info, **more):\n"
@@ -270,12 +265,7 @@ def test_a_reward_grades_any_environment_of_one_turn(folder, name):
         "    sizes = [len(messages[0]['content']) for messages in completions]\n"
         "    return [0.5 * (size == min(sizes)) for size in sizes]\n"
     )
-    env = make_env(
-        name,
-        reward=f"{folder / 'own.py'}:shortest",
-        format_reward="tags",
-        format_weight=1.0,
-    )
+    env = make_env(name, reward=f"{folder / 'own.py'}:shortest", format_reward="tags", format_weight=1.0)
     scores = env.score_group(env.problem(0), ["a", "<think>b</think><answer>c</answer>"])
     assert [score["return"] for score in scores] == [0.5, 1.0], "with the reward for the form of each"
     assert env.takes_groups
