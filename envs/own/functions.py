@@ -25,14 +25,7 @@ from envs.base import NOT_APPLICABLE, Changed, Env, Problem, Trial
 from envs.data.files import JSON, RawRow
 from envs.data.messages import get_column, has_column
 from envs.own.adapters import Adapter, Played, call, parameters
-from envs.own_code import (
-    Named,
-    as_number,
-    describe_function,
-    load_object,
-    read_names,
-    wrong_return,
-)
+from envs.own_code import Named, as_number, describe_function, load_object, read_names, wrong_return
 from envs.tools.episode import ToolSettings
 from utils.processes import Dead, Lane
 from utils.settings.errors import UserError

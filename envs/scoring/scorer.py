@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby
@@ -40,6 +39,7 @@ from utils.processes import MAX_MEMORY, Dead, Lane
 from utils.settings.errors import UserError
 
 MAX_JOBS = 32  # jobs of a request: with a message for each reply, messages would take longer than quick graders
+LAG = 0.001  # seconds in which outcomes are collected, while the process has other jobs
 MAX_REPLIES = 32_000  # replies after which a process is replaced, since parsers of LaTeX cache without limit
 MAX_LOST = 8  # processes of a lane in a row that end outside of a reply: the machine or the environment is at fault
 MAX_WRITTEN = 100  # failures that are written to a file: enough to find the cause
@@ -119,13 +119,13 @@ class Scorer:
             if self.error:
                 raise self.error
             for row, job in jobs.items():
-                self.queues[self.place_of(job)].append(Queued(stream, row, job))
+                queued = Queued(stream, row, job)
+                self.queues[self.place_of(queued)].append(queued)
             self.has_changed.notify_all()
 
-    def place_of(self, job: Job) -> int:
-        """Returns the lane of a job's episode, which has played it so far; -1 for replies, which any lane takes."""
-        index, reply = job
-        return zlib.crc32(f"{index} {reply.seed}".encode()) % len(self.threads) if isinstance(reply, Turns) else -1
+    def place_of(self, queued: Queued) -> int:
+        """Returns the lane of a row's episode, which has played it so far; -1 for replies, which any lane takes."""
+        return queued.row % len(self.threads) if isinstance(queued.job[1], Turns) else -1
 
     def withdraw(self, stream: "ScoringStream") -> list[Queued]:
         """Removes the jobs of a stream that no lane has taken, and returns them."""
@@ -185,7 +185,7 @@ class Scorer:
         lane.send([queued.job for queued in jobs])
         begun = answer = lane.answer(BEGINNING)
         while left and not isinstance(answer, Dead):
-            answer = lane.answer(self.settings.timeout * job_size(left[0].job))
+            answer = lane.answer(self.settings.timeout * job_size(left[0].job), LAG if len(left) > 8 else 0.0)
             if not isinstance(answer, Dead):
                 self.num_lost = 0
                 queued = left.popleft()
@@ -196,7 +196,7 @@ class Scorer:
         with self.has_changed:
             for queued in reversed(left):
                 if queued.stream in self.streams:
-                    self.queues[self.place_of(queued.job)].appendleft(queued)
+                    self.queues[self.place_of(queued)].appendleft(queued)
         if lost is None:
             self.count_lost(answer.reason)
         else:
