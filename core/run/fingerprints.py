@@ -11,8 +11,8 @@ import numpy as np
 from envs.base import Env
 from envs.prompts import Encode
 from utils.devices.sharding import Layout
-from utils.metrics.jsonl import JSON
-from utils.runs.resume import read_before, refuse_changes
+from utils.metrics.jsonl import JSON, read_json
+from utils.runs.resume import refuse_changes
 from utils.settings.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def stable(value: object) -> JSON:
 def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
     """Raises UserError, on all processes, when one of them sees other problems than process 0."""
     for name, here in fingerprints.items():
-        is_same = layout.broadcast(here) == here
-        if not all(layout.gather_values(is_same)):
+        if len({*layout.gather_values(here)}) > 1:
             raise UserError(
                 f"processes see different contents of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"
@@ -88,9 +87,9 @@ def compare_runs(
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
-    old = read_before(before, "data") if before.exists() else {}  # a run of an earlier version has none
+    old = read_json(before) if before.exists() else {}
     changes = {name: [old[name], new] for name, new in fingerprints.items() if old.get(name, new) != new}
-    advice = f"use the old {old_ones}, --resume force, or another --save_dir"
     lines = [f"{name} is {new} and was {was}" for name, (was, new) in changes.items()]
+    advice = f"use the old {old_ones}, --resume force, or another --save_dir"
     refuse_changes(before.parent, "data", lines, resume, advice)
     return changes

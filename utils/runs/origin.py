@@ -1,4 +1,8 @@
-"""Origin of a run: commit, command, machine, versions and times, kept in config.json beside the settings."""
+"""Origin of a run: commit, command, machine, versions, times and segments, kept in config.json beside the settings.
+
+A segment is what --resume force changed: {"step": the last one before, "changed" settings and "data": [old, new] by
+name, "comparable": whether scores before and after mean the same}.
+"""
 
 import contextlib
 import importlib.metadata
@@ -7,15 +11,18 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from utils.metrics.curves import Curves
 from utils.metrics.jsonl import JSON, read_json
 from utils.settings.checks import hide_passwords
 from utils.settings.presets import split_origin
 
-FORM = "%Y-%m-%d %H:%M:%S"  # of times, ISO 8601
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
+RunSegment = Mapping[str, JSON]
+Changes = Mapping[str, list[JSON]]  # old and new value, by name
 
 
 class Origin:
@@ -32,7 +39,7 @@ class Origin:
             "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
             "devices": devices,
             "versions": ", ".join([f"python {platform.python_version()}", *versions]),
-            "start": start_of(before),
+            "start": before.get("start") or now(),
         }
         if before.get("segments"):
             self.facts["segments"] = before["segments"]
@@ -59,17 +66,7 @@ def find_cpu() -> str:
 
 def now() -> str:
     """Returns the time of day with its distance from UTC."""
-    return time.strftime(f"{FORM} %z")
-
-
-def start_of(origin: Mapping[str, JSON]) -> str:
-    """Returns when a run began; now if its origin has no such time."""
-    start = str(origin.get("start"))
-    try:
-        time.strptime(start, f"{FORM} %z")
-    except ValueError:
-        return now()
-    return start
+    return time.strftime(TIME_FORMAT)
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
@@ -77,4 +74,31 @@ def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
 
     Raises: UserError for a file that is not JSON.
     """
-    return split_origin(read_json(config_json)) if os.path.lexists(config_json) else ({}, {})
+    return split_origin(read_json(config_json)) if config_json.exists() else ({}, {})
+
+
+def add_segment(
+    segments: Sequence[RunSegment], step: int, changed: Changes, data: Changes, is_comparable: bool
+) -> list[RunSegment]:
+    """Returns the segments of a run that is resumed at a step, with one more if anything was changed."""
+    segments = [{**segment, "step": min(segment["step"], step)} for segment in segments]  # if a later state is damaged
+    if changed or data:
+        segments.append({"step": step, "changed": changed, "data": data, "comparable": is_comparable})
+    return segments
+
+
+def describe_segment(segment: RunSegment) -> str:
+    """Returns a segment in words."""
+    changes = [f"--{name} {new!r} (before: {old!r})" for name, (old, new) in segment["changed"].items()]
+    changes += [f"{name} is {new} (before: {old})" for name, (old, new) in segment["data"].items()]
+    return f"from step {segment['step'] + 1} on: {'; '.join(changes)}"
+
+
+def last_break(segments: Sequence[RunSegment]) -> int:
+    """Returns the last step whose scores are of other problems, or sampled in another way, than those now; -1: none."""
+    return max((segment["step"] for segment in segments if not segment.get("comparable")), default=-1)
+
+
+def since(run: Curves, step: int) -> Curves:
+    """Returns the metrics of later steps than this one."""
+    return {name: (steps[steps > step], values[steps > step]) for name, (steps, values) in run.items()}

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON, read_json
+from utils.metrics.jsonl import JSON
+from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import OptionField
 from utils.settings.errors import UserError
-from utils.settings.presets import split_origin
 
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
@@ -23,7 +23,7 @@ def check_settings(
     """
     if resume == "never":
         raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
-    before, _ = split_origin(read_before(file, "settings"))
+    before, _ = read_settings(file)
     if not before:
         return {}
     free = LENGTH if settings["lr_schedule"] == "constant" else ()
@@ -51,15 +51,6 @@ def changed_settings(
         for name, value in settings.items()
         if name not in free and not options[name].resumable and comparable(old[name]) != comparable(value)
     }
-
-
-def read_before(file: Path, noun: str) -> dict[str, JSON]:
-    """Returns what the run before has written into a file; empty, with a warning, if that cannot be read."""
-    try:
-        return read_json(file)
-    except (OSError, UserError) as error:
-        print(f"warning: the {noun} are not compared with those of the run before ({error})")
-        return {}
 
 
 def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:

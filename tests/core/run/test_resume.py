@@ -1,6 +1,5 @@
 """No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
 
-import asyncio
 import copy
 import gc
 import json
@@ -14,10 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from filelock import SoftFileLease
 
 from core import grpo
 from core.config import Config
@@ -40,18 +35,16 @@ from envs.settings import RolloutSettings, resolve_environments
 from models.checkpoint import load_model, model_steps, resolve_model_dir
 from models.state import TrainState
 from models.tokenizer import load_tokenizer
-from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here
+from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 from utils.devices import runtime
 from utils.devices.compile_log import Compilations
 from utils.devices.memory import HOST, fingerprint, mix_bits
 from utils.devices.sharding import single_device
-from utils.files import open_log
 from utils.metrics.logger import LossyWriter
-from utils.runs import checkpoints, lock
-from utils.runs.checks import check_folder
+from utils.runs import lock
 from utils.runs.lock import FolderLock
-from utils.runs.segments import add_segment, last_break
+from utils.runs.origin import add_segment, last_break
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
@@ -227,7 +220,6 @@ def test_last_models_are_kept_and_a_lost_one_is_rewritten(whole, tmp_path, capsy
     assert model_steps(folder) == [STEPS - 2, STEPS]
     assert train(folder, max_steps=STEPS + 1, keep=1, save_best=True) == 0
     assert model_steps(folder) == [STEPS + 1], "best/ is none of them"
-    assert "--keep 1: the next save removes 1 model, from step4 on" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_for_one_save_is_named_before_the_run(tmp_path, monkeypatch, capsys):
@@ -377,39 +369,6 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     assert_same(folder, whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_flipped_byte_in_a_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
-    """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
-    short = tmp_path / "short"
-    rng = np.random.default_rng(seed)
-    counts = Counter()
-    assert train(short, max_steps=4) == 0
-    files = sorted(path.relative_to(short) for path in short.rglob("*") if path.is_file() and path.stat().st_size)
-    for file in files:
-        folder = tmp_path / "run"
-        shutil.copytree(short, folder)
-        content = bytearray((folder / file).read_bytes())
-        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
-        (folder / file).write_bytes(content)
-        capsys.readouterr()
-        status = train(folder)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err + said.out, file
-        if status:
-            assert status == 2
-            assert said.err.startswith("error: ")
-            assert said.err.count("\n") == 1, (file, said.err)
-            counts[f"refused in one sentence: {file}"] += 1
-        else:
-            assert checksum(folder, STEPS) == checksum(whole, STEPS), file
-            found = [record for record in records(whole) if record in records(folder)][-2:]
-            assert found == records(whole)[-2:], file
-            counts["resumed, older state" if "is damaged and set aside" in said.out else "resumed"] += 1
-        shutil.rmtree(folder)
-    print(f"{len(files)} files: {dict(counts)}")
-
-
 def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
     with started(small_run(tmp_path)) as run:
         save(run, 1)
@@ -421,28 +380,16 @@ def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_fingerprint_sees_single_and_paired_changes():
-    x = np.random.default_rng(0).normal(size=(33, 7)).astype(np.float32)
-
-    def numbers(x: np.ndarray) -> list[int]:
-        return [int(number) for number in fingerprint([jnp.asarray(x)])]
-
-    before = numbers(x)
-    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
-        y = x.copy()
-        for place in flips:
-            y[place] = -y[place]
-        assert numbers(y) != before
-    assert numbers(x[::-1]) != before
-
-
-def test_the_host_computes_the_fingerprint_of_devices():
+def test_a_fingerprint_sees_all_changes_and_the_host_computes_that_of_devices():
     rng = np.random.default_rng(0)
-    state = [
-        rng.random((3, 50, 700), np.float32),
-        np.int8(rng.integers(-9, 9, 70_000)),
-        jnp.ones((5, 3), jnp.bfloat16),
-    ]
+    x = rng.normal(size=(33, 7)).astype(np.float32)
+    variants = [x, x[::-1]]
+    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
+        variants.append(x.copy())
+        for place in flips:
+            variants[-1][place] *= -1
+    assert len({tuple(map(int, fingerprint([jnp.asarray(y)]))) for y in variants}) == 5
+    state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
     with Compilations() as compilations:
         found = fingerprint(jax.device_put([*state, np.int32(3)]))
         assert not compilations.programs
@@ -479,19 +426,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
-def test_run_with_an_option_that_is_gone_resumes_only_by_force(tmp_path, capsys):
-    with started(small_run(tmp_path)) as run:
-        save(run, 1)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"gone": 2}))
-    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
-        small_run(tmp_path)
-    small_run(tmp_path, resume="force").folder.release()
-    assert "gone was 2" in capsys.readouterr().out
-
-
-def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
-    """One that is gone, and was off, changes nothing."""
+def test_options_that_are_new_or_gone_had_their_defaults(tmp_path):
     with started(small_run(tmp_path)) as run:
         save(run, 1)
     file = tmp_path / "config.json"
@@ -501,6 +436,10 @@ def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
     small_run(tmp_path).folder.release()
     with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
         small_run(tmp_path, temperature=0.5)
+    file.write_text(json.dumps(settings | {"gone": 2}))
+    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
+        small_run(tmp_path)
+    small_run(tmp_path, resume="force").folder.release()
 
 
 def run_of(folder: Path) -> dict:
@@ -548,55 +487,40 @@ def rows(*numbers: int) -> list[dict]:
     return [{"prompt": f"Write {i}.", "answer": str(i)} for i in numbers]
 
 
-CHANGED = {  # the rows of the file of a run whose file had rows(*range(20))
-    "a row more": rows(*range(21)),
-    "a row less": rows(*range(19)),
-    "another order": rows(*reversed(range(20))),
-    "other answers": [row | {"answer": "0"} for row in rows(*range(20))],
+CHANGED = {  # the rows of the file of a run whose file had rows(*range(20)), and its reward
+    "a row more": (rows(*range(21)), 1.0),
+    "another order": (rows(*reversed(range(20))), 1.0),
+    "other answers": ([row | {"answer": "0"} for row in rows(*range(20))], 1.0),
+    "another reward": (rows(*range(20)), 0.5),
 }
 
 
-def played_file(path: Path, content: list[dict]) -> RolloutSettings:
-    """Writes a data set, and returns how it is played; the settings of a run need not name its path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return RolloutSettings("dataset", {}, make_env("dataset", path=str(path)), 8, 0, ForcedAnswer())
+def played_file(folder: Path, content: list[dict], reward: float = 1.0) -> RolloutSettings:
+    """Writes a data set and a reward, and returns how they are played."""
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "rows.jsonl", content)
+    (folder / "rewards.py").write_text(f"def reward(text): return {reward}")
+    env = make_env("dataset", path=str(folder / "rows.jsonl"), reward=f"{folder}/rewards.py:reward")
+    return RolloutSettings("dataset", {}, env, 8, 0, ForcedAnswer())
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
-    folder = tmp_path / "run"
-    with started(small_run(folder, played_file(tmp_path / "a.jsonl", rows(*range(20))))) as run:
+def test_a_run_whose_data_or_reward_has_changed_is_not_resumed(kind, tmp_path, capsys):
+    folder, data = tmp_path / "run", tmp_path / "data"
+    with started(small_run(folder, played_file(data, rows(*range(20))))) as run:
         save(run, 1)
-    small_run(folder, played_file(tmp_path / "moved.jsonl", rows(*range(20)))).folder.release()
-    changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
-    with pytest.raises(UserError, match="other data, dataset is .* problems, digest .* and was .* problems, digest"):
+    small_run(folder, played_file(data, rows(*range(20)))).folder.release()
+    changed = played_file(data, *CHANGED[kind])
+    what = r"rewards.py is code, digest \w+ and was" if "reward" in kind else "dataset is .* digest .* and was "
+    with pytest.raises(UserError, match=f"other data, .*{what}"):
         small_run(folder, changed)
     run = small_run(folder, changed, resume="force")
-    assert "goes on with other data: dataset is" in capsys.readouterr().out
+    assert "goes on with other data: " in capsys.readouterr().out
     run.restore(states(0))
     started(run).folder.release()
     (segment,) = run_of(folder)["segments"]
-    assert segment["data"].keys() == {"dataset"}
+    assert len(segment["data"]) == 1
     assert not segment["comparable"]
-
-
-def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
-    def play() -> RolloutSettings:
-        settings = played_file(tmp_path / "a.jsonl", rows(*range(20)))
-        env = make_env("dataset", path=str(tmp_path / "a.jsonl"), reward=f"{code}:reward")
-        return replace(settings, env=env)
-
-    folder = tmp_path / "run"
-    code = tmp_path / "rewards.py"
-    code.write_text("def reward(text): return 1.0")
-    with started(small_run(folder, play())) as run:
-        save(run, 1)
-    small_run(folder, play()).folder.release()
-    code.write_text("def reward(text): return 0.5")
-    with pytest.raises(UserError, match=r"other data, .*rewards.py is code, digest \w+ and was code, digest"):
-        small_run(folder, play())
-    small_run(folder, play(), resume="force").folder.release()
-    assert "rewards.py is code" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
@@ -641,27 +565,11 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
     assert go_on(4) == 2
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_unreadable_output_of_a_former_run_is_not_compared(content, tmp_path, capsys):
-    file = tmp_path / "data.json"
-    file.write_bytes(content)
-    fingerprints.compare_runs(file, {"a": "5 problems, digest 0"}, "auto")
-    assert "warning: the data are not compared with those of the run before" in capsys.readouterr().out
-
-
 def test_processes_that_see_different_data_stop():
-    class Other:
-        """A layout of two processes, of which the other one's fingerprint is broadcast."""
-
-        def broadcast(self, text: str) -> str:
-            return "5 problems, digest 0"
-
-        def gather_values(self, value: int) -> list[int]:
-            return [1, value]
-
-    fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
+    layout = SimpleNamespace(gather_values=lambda value: ["5 problems, digest 0", value])
+    fingerprints.compare_processes({"a": "5 problems, digest 0"}, layout)
     with pytest.raises(ValueError, match=r"processes see different contents of a \(here: 6 problems"):
-        fingerprints.compare_processes({"a": "6 problems, digest 0"}, Other())
+        fingerprints.compare_processes({"a": "6 problems, digest 0"}, layout)
 
 
 # Two runs in one folder
@@ -759,37 +667,24 @@ def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_
 
 STALE = {  # contents of a lock file; "no exchange": of a file system like NFS; "container": one that is gone
     "silent": marker(12, seconds=0.3),
-    "old": marker(12, seconds=0.3),
-    "removed meanwhile": marker(12, seconds=0.3),
     "no exchange": marker(12, seconds=0.3),
     "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
-    "damaged": "\udcff",
     "empty": "",
     "container": marker(os.getpid(), f"{socket.gethostname()}?pidns-1", seconds=0.3),
-    "lmpo before filelock": '{"pid": 12, "host": "node7"}\n',
 }
-
-
-def refuse_exchanges(monkeypatch) -> None:
-    """Makes filelock find a file system like NFS; the function is private, and moves from release to release."""
-    modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
-    assert modules
-    for module in modules:
-        # What filelock asks the file system.
-        monkeypatch.setattr(module, "exchange_names", lambda *_: False)
 
 
 @pytest.mark.parametrize("kind", STALE)
 def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     # The test does not wait for minutes.
     monkeypatch.setattr(lock, "SILENCE", 0.3)
-    other_machine.write_text(STALE[kind], errors="surrogateescape")
-    if kind == "old":
-        os.utime(other_machine, (1e9, 1e9))
-    if kind == "removed meanwhile":
-        threading.Timer(0.1, other_machine.unlink).start()
-    if kind == "no exchange":
-        refuse_exchanges(monkeypatch)
+    other_machine.write_text(STALE[kind])
+    if kind == "no exchange":  # the function of filelock is private, and moves from release to release
+        modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
+        assert modules
+        for module in modules:
+            # What filelock asks the file system.
+            monkeypatch.setattr(module, "exchange_names", lambda *_: False)
     held = FolderLock(other_machine.parent)
     said = capsys.readouterr().out
     assert "waiting up to" in said
@@ -797,17 +692,6 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     assert f"pid={os.getpid()}\n" in other_machine.read_text()
     held.release()
     assert not [*other_machine.parent.iterdir()]
-
-
-def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypatch):
-    # The test does not wait for minutes.
-    monkeypatch.setattr(lock, "SILENCE", 0.3)
-    other_machine.write_text(marker(12, seconds=0.3))
-    refuse_exchanges(monkeypatch)
-    # Another run takes the lock just before this one does.
-    monkeypatch.setattr(SoftFileLease, "force_break", lambda _: other_machine.write_text(marker(13, seconds=0.3)))
-    with pytest.raises(UserError, match="is in use by process 13 on node7"):
-        FolderLock(other_machine.parent)
 
 
 def test_killed_run_frees_its_folder_and_stopped_run_keeps_it(tmp_path, capsys):
@@ -828,12 +712,6 @@ def test_killed_run_frees_its_folder_and_stopped_run_keeps_it(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_lock_with_another_time_is_in_use(other_machine):
-    other_machine.write_text(marker(12, seconds=7))
-    with pytest.raises(UserError, match="is in use by process 12 on node7"):
-        FolderLock(other_machine.parent)
-
-
 def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, capsys):
     # The lock is looked at twenty times a second.
     monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
@@ -851,87 +729,10 @@ def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, ca
     assert file.read_text() == "another"
 
 
-# What stands in the way
+# Folders and files
 
 
-def link(path: Path) -> None:
-    path.symlink_to(path.parent)
-
-
-OBSTACLES = {  # what is made at a path of the run folder, and the sentence about it
-    "step9 is a file": ("step9", Path.touch, "step9 is not a folder"),
-    "step9 has a folder": ("step9/.cache", Path.mkdir, r"step9/\.cache is a folder within that of a model"),
-    "best has a folder": ("best/x", Path.mkdir, "best/x is a folder within that of a model"),
-    "a state is a link": ("state/88", link, "state/88 is a link"),
-    "rollouts is a file": ("rollouts", Path.touch, "rollouts is not a folder"),
-    "metrics.jsonl is a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl is not a file"),
-    "metrics.jsonl is a pipe": ("metrics.jsonl", os.mkfifo, "metrics.jsonl is not a file"),
-    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is a link"),
-}
-
-
-@pytest.mark.parametrize("name", OBSTACLES)
-def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys):
-    path, make, sentence = OBSTACLES[name]
-    path = tmp_path / path
-    path.parent.mkdir(exist_ok=True)
-    make(path)
-    assert train(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
-    assert error.count("\n") == 1
-    assert path.exists() | path.is_symlink()
-    assert not [*tmp_path.glob("step1*")]
-
-
-WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl report.html reward_failures.jsonl"
-WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id rollouts/step_1.jsonl rollouts/step_1.npz"
-WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
-FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"
-TARGETS = {
-    "a file": Path.touch,
-    "a folder": Path.mkdir,
-    "nothing": lambda path: None,
-}
-LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.split(), ("a folder", "nothing"))]
-
-
-@pytest.mark.parametrize(("name", "kind"), LINKS)
-def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
-    path = tmp_path / "run" / name
-    target = tmp_path / "target"
-    path.parent.mkdir(parents=True)
-    TARGETS[kind](target)
-    check_folder(tmp_path / "run")
-    path.symlink_to(target)
-    with pytest.raises(UserError, match=f"{path} is a link, and is in the way"):
-        check_folder(tmp_path / "run")
-
-
-def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
-    """Hard links, as of a backup: what the run writes stays out of them."""
-    folder = tmp_path / "run"
-    backup = tmp_path / "backup"
-    (folder / "wandb").mkdir(parents=True)
-    (folder / "wandb" / "latest-run").symlink_to("run-1")  # as wandb makes it
-    names = [name for name in WRITTEN.split() if "/" not in name or name.startswith("rollouts/")]
-    before = {name: f'{{"global_step": 9, "name": "{name}"}}\n' for name in names}
-    for name, text in before.items():
-        for path in (folder / name, backup / name):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        (backup / name).write_text(text)
-        os.link(backup / name, folder / name)
-    assert train(folder, max_steps=1, save_rollouts="all") == 0
-    for name in ("reward_failures.jsonl", "programs.jsonl"):  # perhaps nothing failed, and nothing was compiled
-        with open_log(folder / name) as file:
-            file.write("more")
-    assert {name: (backup / name).read_text() for name in names} == before
-    written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
-    assert len(written) == 11
-    assert all((folder / name).stat().st_nlink == 1 for name in written)
-
-
-@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
+@pytest.mark.parametrize("save_dir", ["foo://bucket/x", f"{__file__}/x"])
 def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
     # Relative folders are made here.
     monkeypatch.chdir(tmp_path)
@@ -1029,19 +830,6 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert "Read-only file system" in error, error
-
-
-def test_callbacks_on_a_closed_loop_are_not_printed():
-    """Those of tensorstore, when a write of Orbax has failed; all other errors are."""
-    seen, loop = [], asyncio.new_event_loop()
-    hook = checkpoints.without_late_callbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
-    loop.close()
-    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_forever(), lambda: 1 / 0):
-        try:
-            call()
-        except Exception as error:
-            hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
-    assert seen == ["Event loop is closed", "division by zero"], "the second, and the third"
 
 
 @pytest.mark.parametrize("kind", ["closed", "full disk"])
