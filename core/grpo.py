@@ -84,28 +84,20 @@ def main(config: Config, run_class: type[Run] = Run, rollouts_class: "type[Rollo
 
 
 def train(
-    config: Config,
-    run: Run,
-    workers: Workers,
-    rollouts: "Rollouts",
-    learner: Learner,
-    state: TrainState,
-    progress: Progress,
-) -> None:
+    config: Config, run: Run, workers: Workers, rollouts: "Rollouts", learner: Learner,
+    state: TrainState, progress: Progress) -> None:  # fmt: skip
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, evaluate = workers["env"], partial(evaluate_policy, config, run, workers, learner)
     progress = run.begin(progress, state, evaluate)
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
 
-        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from. A token is
-        # drawn from the softmax of logits / --temperature, or from its --top_k, --top_p or --min_p part.
+        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
 
-        # Old log-probabilities, of the distribution that was sampled from. Several updates divide by them, so they are
-        # computed again: those of the sampler differ by rounding, and are for metrics and --importance_correction. A
-        # single update divides by its own. Also the reference's (--kl_coef) and the critic's values (--advantage gae).
+        # Old log-probabilities, recomputed if several updates divide by them: those of the sampler differ by rounding.
+        # A single update divides by its own. Also those of the reference (--kl_coef), and the critic's values.
         with run.phase("logprobs"):
             state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 

@@ -104,22 +104,20 @@ class ModelCard:
     def scores(self, run: Curves) -> str:
         """Returns a table of the first and the last held-out scores since they are of the same, with their steps."""
         step = last_break(self.segments)
-        run = {name: series for name, series in since(run, step).items() if len(series[0])}
+        run = since(run, step)
         played = self.environments.get("test_env")
-        _, counts = run.get("test_env/num_tasks", ((), [math.nan]))
-        of = f"{played.name} ({counts[-1]:.0f} problems)" if played else ""
+        _, counts = run.get("test_env/num_tasks", ((), ()))
+        of = f"{played.name} ({[math.nan, *counts][-1]:.0f} problems)" if played else ""
         names = {f"test_env/{score}": f"{of}: {score}" for score in SCORES} if played else {}
         names[LOSS] = f"loss of held-out {'pairs' if self.script == DPO else 'replies, nats a token'}"
-        rows = [f"| {shown} | {' | '.join(both_ends(run, name))} |" for name, shown in names.items() if name in run]
+        rows = []
+        for name, shown in names.items():
+            if name in run:
+                steps, _ = run[name]
+                first, last = (f"{format_point(run, name, i)} (step {steps[i]:.0f})" for i in (0, -1))
+                rows.append(f"| {shown} | {first} | {last if len(steps) > 1 else 'not evaluated again'} |")
         parts = [TABLE + "\n".join(rows)] * bool(rows) + [OLD_SCORES.format(step)] * (step >= 0)
         return "\n\n".join(parts) or NO_SCORES
-
-
-def both_ends(run: Curves, name: str) -> list[str]:
-    """Returns the first and the last value of a metric as text, with their steps."""
-    steps, _ = run[name]
-    first, last = (f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1))
-    return [first, last if len(steps) > 1 else "not evaluated again"]
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:

@@ -78,18 +78,14 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
             )
 
 
-def compare_runs(
-    before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data"
-) -> dict[str, list[JSON]]:
+def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data") -> list[str]:
     """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
 
-    Returns the old and the new one of those that changed. `old_ones`: what is to be used again, in the advice.
+    Returns each change in words. `old_ones`: what is to be used again, in the advice.
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
     old = read_json(before) if before.exists() else {}
-    changes = {name: [old[name], new] for name, new in fingerprints.items() if old.get(name, new) != new}
-    lines = [f"{name} is {new} and was {was}" for name, (was, new) in changes.items()]
+    lines = [f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new]
     advice = f"use the old {old_ones}, --resume force, or another --save_dir"
-    refuse_changes(before.parent, "data", lines, resume, advice)
-    return changes
+    return refuse_changes(before.parent, "data", lines, resume, advice)

@@ -20,10 +20,9 @@ from models.peft import read_adapters
 from models.tokenizer import date_prompts
 from utils.devices.sharding import Layout
 from utils.files import write_json
-from utils.metrics.jsonl import JSON
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.lock import FolderLock
-from utils.runs.origin import Origin, RunSegment, add_segment, now, read_settings
+from utils.runs.origin import Origin, RunSegment, now, read_settings
 from utils.runs.resume import check_settings
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
@@ -32,7 +31,6 @@ from utils.settings.errors import UserError
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
-SCORED = ("data", "env", "held_out", "sampling", "eval", "rewards")  # groups of options that change what scores mean
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # they make the tokens of prompts
 
 
@@ -83,36 +81,34 @@ class RunFolder:
 
         Raises: UserError naming those that differ; with --resume force, only if processes differ.
         """
-        config_json, data_json = self.path / "config.json", self.path / "data.json"
         before, self.fingerprints = {}, dict(fingerprints)
-        # Old and new values that --resume force changes.
-        self.new_settings: dict[str, list[JSON]] = {}
-        self.new_data: dict[str, list[JSON]] = {}
+        self.changes: list[str] = []  # by --resume force, in words
         if is_resumed:
+            config_json = self.path / "config.json"
             _, before = read_settings(config_json)
-            self.new_settings = check_settings(config_json, self.settings, self.config.resume, self.options)
+            self.changes += check_settings(config_json, self.settings, self.config.resume, self.options)
         self.before = before | {"start": self.layout.broadcast(before.get("start") or now())}
         date_prompts(self.before["start"])  # so that a run continues with the prompts that it began with
         compare_processes(fingerprints, self.layout)
         if is_resumed:
-            self.new_data = compare_runs(data_json, fingerprints, self.config.resume)
+            self.changes += compare_runs(self.path / "data.json", fingerprints, self.config.resume)
 
-    def begin(self, resume_step: int, prompts: Mapping[str, str]) -> tuple[list[RunSegment], bool]:
+    def begin(self, resume_step: int, prompts: Mapping[str, str]) -> list[RunSegment]:
         """Writes config.json and data.json; `resume_step`: -1 for a new run; `prompts`: fingerprints of their tokens.
 
-        Returns the segments of the run, and whether --resume force has added one.
+        Returns the segments of the run; the last one has the `changes`, if there are some.
         Raises: UserError if the run is resumed, and its prompts are now other tokens.
         """
         if resume_step >= 0:
-            self.new_data |= compare_runs(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
-        is_comparable = not self.new_data and not any(self.options[x].group in SCORED for x in self.new_settings)
-        old = self.before.get("segments", [])
-        segments = add_segment(old, resume_step, self.new_settings, self.new_data, is_comparable)
+            self.changes += compare_runs(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
+        old = self.before.get("segments", [])  # of which a state may be damaged now
+        segments = [segment | {"step": min(segment["step"], resume_step)} for segment in old]
+        segments += [{"step": resume_step, "text": "; ".join(self.changes)}] if self.changes else []
         self.origin = Origin(self.version, self.layout.device_kinds, self.before | {"segments": segments})
         self.write_config()
         if self.layout.is_main:
             write_json(self.path / "data.json", self.fingerprints | dict(prompts))
-        return segments, len(segments) > len(old)
+        return segments
 
     def write_config(self, is_ended: bool = False) -> None:
         """Writes config.json: the settings, and under "run" the run's origin and times."""

@@ -88,12 +88,12 @@ class Run:
         self.workers = list(workers)
         tokens = {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
         step = self.resumed.step if self.resumed else -1
-        segments, is_changed = self.folder.begin(step, tokens | dict(prompts or {}))
+        segments = self.folder.begin(step, tokens | dict(prompts or {}))
         self.states.card = replace(self.states.card, segments=segments)
         saved = saved or saved_tokenizer(tokenizer, self.environments["env"], self.folder.settings)
         self.states.begin(model, saved)
         self.log.open(tokenizer, step, self.num_steps)
-        if is_changed:
+        if self.folder.changes:
             self.log.note(step, self.curve, f"--resume force: {describe_segment(segments[-1])}")
         return self
 

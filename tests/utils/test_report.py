@@ -219,44 +219,17 @@ def test_without_an_update_the_verdict_says_why(shares, rewards, spread, finishe
     assert reason in verdict["text"]
 
 
-@pytest.mark.parametrize(
-    ("lasts", "kind", "words"),
-    [
-        ([0.5, 0.6, 0.7], "better", "Over 3 seeds held-out correct answers went from 20.0% at step 0 to 60.0% at"),
-        ([0.1, 0.2, 0.3], "same", "a change of 0.0 points [-24.8, 24.8]."),
-        ([0.1, 0.1, 0.1], "worse", "a change of -10.0 points [-10.0, -10.0]."),
-        ([0.1, 0.9], "open", "a change of 30.0 points; two seeds are too few for an interval."),
-        ([0.1], None, ""),
-    ],
-)
-def test_seeds_are_judged_together_in_words_and_page(tmp_path, lasts, kind, words):
-    runs = {}
-    for seed, last in enumerate(lasts):
-        with Logger(tmp_path / f"seed={seed}") as logger:
-            logger.log(0, {"test_env/correct_answer": 0.2})
-            logger.log(9, {"test_env/correct_answer": last})
-        runs[f"seed={seed}"] = read_metrics(tmp_path / f"seed={seed}" / "metrics.jsonl")
-    write_report([tmp_path / name for name in runs], tmp_path / "all.html", {"all": list(runs)})
-    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "all.html").read_text(encoding="utf-8"), re.DOTALL)[1]
-    verdicts = json.loads(data)["groups"]
-    found = [(verdict["name"], verdict["kind"]) for verdict in verdicts]
-    assert found == ([("all", kind)] if kind else [])
-    assert all(words in verdict["text"] for verdict in verdicts)
-
-
 def test_only_scores_of_the_same_problems_are_compared():
     """A change by --resume force at step 20, after which the first score is that of step 30."""
     steps = np.array([0.0, 10, 20, 30, 40])
     values = np.array([0.9, 0.9, 0.9, 0.1, 0.1])
     run = {"test_env/correct_answer": (steps, values), "num_updates": (steps, np.ones(5))}
     run |= {f"test_env/correct_answer_{end}": (steps, values) for end in ("low", "high")}
-    segment = {"step": 20, "changed": {"env_options": ["", "numbers=4"]}, "data": {}}
-    texts = {same: judge_segment(run, {}, [segment | {"comparable": same}])["text"] for same in (True, False)}
-    assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True]
-    assert "--resume force" not in texts[True]
-    assert "from 10.0% at step 30 to 10.0% at step 40" in texts[False]
-    assert texts[False].endswith("Scores up to step 20 are of other data or settings (--resume force).")
-    late = judge_segment(run, {}, [segment | {"step": 30, "comparable": False}])["text"]
+    assert "from 90.0% at step 0 to 10.0% at step 40" in judge_segment(run, {}, [])["text"]
+    text = judge_segment(run, {}, [{"step": 20, "text": "--env_options"}])["text"]
+    assert "from 10.0% at step 30 to 10.0% at step 40" in text
+    assert text.endswith("Scores up to step 20 are of other data or settings (--resume force).")
+    late = judge_segment(run, {}, [{"step": 30, "text": "--env_options"}])["text"]
     assert late.startswith("No verdict: there is only the score at step 40, and a change needs two.")
 
 
@@ -402,17 +375,13 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
         with path.open("a") as file:
             file.write('{"global_step": 31, "te')
     (run / "rollouts" / "notes.jsonl").write_text("not of a step")
-    (run / "rollouts" / "step_3.jsonl").write_text("")
     (run / "rollouts" / "step_4.jsonl").write_text(json.dumps(row(0, valid=float("nan"))))
     (run / "config.json").unlink()
     described = run_data("run", run / "metrics.jsonl", 10_000)
     assert described["config"] is None
-    assert described["metrics"]["env/return"]["x"][-1] == 30
     assert described["metrics"]["entropy"]["y"][2] is None
     assert described["metrics"]["test_env/return"]["low"] == [0.28333, 0.61667, 0.95]
     assert [row.get("valid", 0) for row in described["rollouts"]["rows"]] == [0, 0, None]
-    write_report([run], tmp_path / "report.html")
-    assert not (tmp_path / "report.html.new").exists()
 
 
 def test_runs_are_compared(tmp_path, capsys):
@@ -542,7 +511,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     assert len(drawn) >= 10
     assert min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
-    assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"]
+    assert page.texts("#curves h3")[0] == "Loss of written replies"
     assert all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"]
     assert len(page.texts("#summary tbody tr")) == 2
@@ -686,21 +655,6 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     page.choose("color", "log-prob")
     page.run("document.getElementById('next').click()")
     assert page.texts("#place") == ["11 to 16 of 16"]
-    page.check()
-
-
-def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
-    texts = [" ".join(map(str, range(i % 50, i % 50 + 40))) for i in range(1000)]
-    rows = [row(i, text=text) for i, text in enumerate(texts)]
-    run = write_run(tmp_path / "run", num_steps=10_000, rollouts=dict.fromkeys(range(1, 101), rows))
-    page = Page(chromium, [run], tmp_path / "report.html")
-    page.choose("step", "100")
-    assert page.seconds < 5
-    assert len(page.texts()) == 10
-    found = page.run("return document.querySelectorAll('#rollouts *').length")
-    assert found < 500, "only what is seen"
-    page.choose("step", "")
-    assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 3_000
     page.check()
 
 

@@ -70,7 +70,6 @@ class Logger(contextlib.AbstractContextManager):
         self.num_steps, self.test_interval, self.sinks = num_steps, test_interval, sinks
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
         self.test_time = 0.0  # seconds of the last evaluation
-        self.columns: dict[str, list[str]] = {"step": [], "test": []}  # metrics in lines, which keep their places
         self.health_checks = HealthChecks()
         self.step = 0  # last one that was logged
         self.files: dict[str, TextIO] = {}
@@ -112,8 +111,8 @@ class Logger(contextlib.AbstractContextManager):
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a line of the step, one of the held-out problems if they were evaluated, and warnings."""
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
-        training = summary(f"step {place}", TRAINING, metrics, self.columns["step"])
-        held_out = summary(f"test {place}", HELD_OUT, metrics, self.columns["test"])
+        training = summary(f"step {place}", TRAINING, metrics)
+        held_out = summary(f"test {place}", HELD_OUT, metrics)
         self.test_time = metrics.get("times/test", self.test_time)
         if training or not held_out:
             print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]).rstrip(), flush=True)
@@ -165,25 +164,18 @@ class Logger(contextlib.AbstractContextManager):
         self.close()
 
 
-def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float], columns: list[str]) -> str:
-    """Returns metrics in one line, with numbers as in the report; empty if there are none.
+def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float]) -> str:
+    """Returns as many metrics as one line has room for, with numbers as in the report; empty if there are none.
 
-    `columns`, to which new metrics are added while there is room, keep their places: one that a step lacks is blank.
-    A KL of exactly 0 is that of the only update of a step, and makes no column.
+    A KL of exactly 0 is that of the only update of a step, and is left out.
     """
     room = min(LINE_WIDTH, shutil.get_terminal_size((LINE_WIDTH, 0)).columns) - TIME_WIDTH
-    present = {name: float(metrics[name]) for name in labels if name in metrics}
-    for name in present:
-        width = sum(len(label) + width + 3 for label, width in map(labels.get, [*columns, name]))
-        if name not in columns and len(start) + width <= room and (name != "approx_kl" or present[name]):
-            columns.append(name)
     line = start
-    for name in columns:
-        label, width = labels[name]
-        value = f"{label} {format_value(name, present[name]):>{width}}" if name in present else ""
-        cell = f"  {value:{len(label) + width + 1}}"
-        line += cell if len(line + cell) <= room else ""
-    return line if present else ""
+    for name, (label, width) in labels.items():
+        cell = f"  {label} {format_value(name, float(metrics[name])):>{width}}" if name in metrics else ""
+        if len(line + cell) <= room and (name != "approx_kl" or metrics.get(name)):
+            line += cell
+    return line if line != start else ""
 
 
 def truncate(path: Path, last_step: int | None) -> None:
@@ -229,7 +221,8 @@ def lossy_output() -> Iterator[None]:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
             stream = getattr(sys, name)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stream, or none at all
-                raw = LossyWriter(stream.fileno(), "w", closefd=False)
-                writer = io.BufferedWriter(raw)
+                writer = io.BufferedWriter(LossyWriter(stream.fileno(), "w", closefd=False))
+                with contextlib.suppress(OSError):
+                    stream.flush()
                 stack.enter_context(redirect(io.TextIOWrapper(writer, stream.encoding, "replace", line_buffering=True)))
         yield

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from jaxtyping import Float, Int
 from utils.files import read_arrays, replacing, skipping_damage
 from utils.metrics.curves import COLORS, Curves, Interval, intervals, read_metrics, running_mean
 from utils.metrics.jsonl import JSON, JSONRow, read_lines
-from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
+from utils.reporting.verdict import TaskMeans, TaskScores, judge
 from utils.runs.origin import RunSegment, describe_segment, last_break, read_settings, since
 from utils.settings.errors import UserError, counted
 
@@ -47,132 +46,58 @@ class Panel(NamedTuple):
 
 
 BIN_WEIGHT = re.compile("bins/(.*)/weight")  # metric of --task_sampling bins
-BINS = Panel(
-    "Problems by bins",
-    "Share of the groups that each bin of problems is likely to get: bins without signal keep a small share.",
-    {}, "%",
-)  # fmt: skip
+BINS = Panel("Problems by bins", "Share of the groups that each bin of problems is likely to get.", {}, "%")
 PANELS = (
-    Panel(
-        "Correct answers",
-        "Dots are held-out scores with 95% intervals of each, lines are training: the verdict compares problem by "
-        "problem, which shows smaller gains.",
-        {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%",
-    ),
-    Panel(
-        "Loss of written replies",
-        "Nats per token of supervised fine-tuning, or the loss of a pair: if the held-out loss rises while that of "
-        "training falls, the replies are learned by heart, and fewer --num_epochs are better.",
-        {"test_data/loss": "held out", "data/loss": "training"},
-    ),
-    Panel(
-        "Preferred replies",
-        "Share of pairs whose chosen reply has gained more than the rejected one, against the reference model: near "
-        "100% on the training pairs alone, they are learned by heart.",
-        {"test_data/rewards/accuracies": "held out", "rewards/accuracies": "training"}, "%",
-    ),
-    Panel(
-        "Rewards of pairs",
-        "How far both replies have moved from the reference model, times --beta: often both fall, so watch that the "
-        "chosen ones do not fall far.",
-        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-    ),
-    Panel(
-        "Return",
-        "The mean reward is what training raises, so watch it first; if it rises and the correct answers do not, "
-        "the model has learned to please the reward.",
-        {"test_env/return": "held out", "env/return": "training"},
-    ),
-    Panel(
-        "Length",
-        "Tokens of a completion: growth may be longer thought or padding: read the rollouts below.",
-        {"test_env/length": "held out", "env/length": "training"},
-    ),
-    Panel(
-        "Finished",
-        "Share of completions and episodes that end before the limit of tokens; the others are truncated, mostly "
-        "before an answer.",
-        {"test_env/finished": "held out", "env/finished": "training"}, "%",
-    ),
-    Panel(
-        "Entropy",
-        "How uncertain the next token is, in nats: near 0 the policy has stopped exploring, a steep rise means "
-        "that it falls apart.",
-        {"entropy": "training"},
-    ),
-    Panel(
-        "KL",
-        "How far a step moves the policy from the one that sampled, and from the reference model if there is one: "
-        "jumps come before collapse.",
-        {"approx_kl": "to the sampling policy", "kl": "to the reference"},
-    ),
-    Panel(
-        "Clip fraction",
-        "Share of tokens whose gradient is clipped away: 0 is right with one update a step, more than a fifth means "
-        "that updates are too large.",
-        {"clip_fraction": "training"}, "%",
-    ),
-    Panel(
-        "Gradient norm",
-        "Before clipping to --max_grad_norm: single spikes are odd batches; if the rise is steady, lower --lr.",
-        {"grad_norm": "training"},
-    ),
-    Panel(
-        "Loss",
-        "On-policy it only shows whether good or bad completions are longer, so near 0 or drifting is as expected: "
-        "watch the return.",
-        {"loss": "training"},
-    ),
-    Panel(
-        "Groups without signal",
-        "Share of groups whose rewards are all equal and teach nothing: near 100% the problems are too hard or too "
-        "easy.",
-        {"env/groups_without_signal": "training"}, "%",
-    ),
-    Panel(
-        "Sampler against trainer",
-        "Mean difference of the log-probabilities that sampling and training give the same tokens, nats: rounding "
-        "keeps it tiny, so growth points to a defect.",
-        {"inference_recompute/logprob_diff": "training"},
-    ),
-    Panel(
-        "Critic",
-        "Share of the returns' variance that the critic explains: 0 is a guess of the mean, 1 is perfect.",
-        {"value/explained_variance": "training"},
-    ),
-    Panel(
-        "Speed",
-        "Tokens sampled per second: a few long completions at the end of a batch bring it down.",
-        {"rollout/tokens_per_second": "sampling"},
-    ),
-    Panel(
-        "Time of a step",
-        "Seconds spent in each part of a step: the largest is the one worth making faster.",
-        {f"times/{name}": name for name in ("rollout", "score", "logprobs", "update")},
-    ),
-    Panel(
-        "Memory",
-        "Most in use since the process began, in GB, on the fullest device (on CPU, by the process), so a resumed run "
-        "begins anew: a level just below the limit is fine, a rise without end is a leak.",
-        {"memory/peak_gb": "peak"},
-    ),
+    Panel("Correct answers", "Dots are held-out scores with 95% intervals of each, lines are training: the verdict "
+          "compares problem by problem, which shows smaller gains.",
+          {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%"),
+    Panel("Loss of written replies", "Nats per token, or the loss of a pair: if it rises on held-out rows and falls in "
+          "training, the replies are learned by heart: fewer --num_epochs are better.",
+          {"test_data/loss": "held out", "data/loss": "training"}),
+    Panel("Preferred replies", "Share of pairs whose chosen reply has gained more than the rejected one: near 100% on "
+          "training pairs alone, they are learned by heart.",
+          {"test_data/rewards/accuracies": "held out", "rewards/accuracies": "training"}, "%"),
+    Panel("Rewards of pairs", "How far replies have moved from the reference model, times --beta: often both fall.",
+          {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
+    Panel("Return", "The mean reward is what training raises; if it rises and the correct answers do not, the model "
+          "has learned to please the reward.", {"test_env/return": "held out", "env/return": "training"}),
+    Panel("Length", "Tokens of a completion: growth may be longer thought or padding: read the rollouts below.",
+          {"test_env/length": "held out", "env/length": "training"}),
+    Panel("Finished", "Share of completions and episodes that end before the limit of tokens.",
+          {"test_env/finished": "held out", "env/finished": "training"}, "%"),
+    Panel("Entropy", "How uncertain the next token is, in nats: near 0 the policy has stopped exploring, a steep rise "
+          "means that it falls apart.", {"entropy": "training"}),
+    Panel("KL", "How far a step moves the policy from the one that sampled, and from the reference model if there is "
+          "one: jumps come before collapse.", {"approx_kl": "to the sampling policy", "kl": "to the reference"}),
+    Panel("Clip fraction", "Share of tokens whose gradient is clipped away: 0 is right with one update a step, more "
+          "than a fifth means that updates are too large.", {"clip_fraction": "training"}, "%"),
+    Panel("Gradient norm", "Before clipping to --max_grad_norm: single spikes are odd batches; if the rise is steady, "
+          "lower --lr.", {"grad_norm": "training"}),
+    Panel("Loss", "On-policy it only shows whether good or bad completions are longer: watch the return.",
+          {"loss": "training"}),
+    Panel("Groups without signal", "Share of groups whose rewards are all equal and teach nothing: near 100% the "
+          "problems are too hard or too easy.", {"env/groups_without_signal": "training"}, "%"),
+    Panel("Sampler against trainer", "Mean difference of the log-probabilities that both give the same tokens, nats: "
+          "growth points to a defect.", {"inference_recompute/logprob_diff": "training"}),
+    Panel("Critic", "Share of the returns' variance that the critic explains: 0 is a guess of the mean, 1 is perfect.",
+          {"value/explained_variance": "training"}),
+    Panel("Speed", "Tokens sampled per second: a few long completions at the end of a batch bring it down.",
+          {"rollout/tokens_per_second": "sampling"}),
+    Panel("Time of a step", "Seconds spent in each part of a step: the largest is the one worth making faster.",
+          {f"times/{name}": name for name in ("rollout", "score", "logprobs", "update")}),
+    Panel("Memory", "Most in use since the process began, in GB, on the fullest device (on CPU, by the process): a "
+          "rise without end is a leak.", {"memory/peak_gb": "peak"}),
 )  # fmt: skip
 
 
-def write_report(
-    runs: Sequence[str | Path], out_html: str | Path, groups: Mapping[str, Sequence[str]] = MappingProxyType({})
-) -> None:
+def write_report(runs: Sequence[str | Path], out_html: str | Path) -> None:
     """Writes the report of runs (folders, or their metrics.jsonl), whole or not at all.
 
-    `groups`: names of folders, of runs that differ in the seed only.
     Raises: FileNotFoundError when a run has no metrics.jsonl. Configuration and rollouts may be missing.
     """
-    files = label_runs(runs)
-    seeds = {name: judge_seeds([read_metrics(files[label]) for label in labels]) for name, labels in groups.items()}
-    verdicts = [{"name": name} | verdict for name, verdict in seeds.items() if verdict]
-    data = [run_data(label, file, ROLLOUT_BYTES // len(runs)) for label, file in files.items()]
+    data = [run_data(label, file, ROLLOUT_BYTES // len(runs)) for label, file in label_runs(runs).items()]
     with replacing(out_html) as file:
-        file.write(render_page(data, verdicts).encode())
+        file.write(render_page(data).encode())
 
 
 def label_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
@@ -377,18 +302,15 @@ def whole_groups(rows: Sequence[JSONRow], share: float) -> list[JSONRow]:
     return [row for place in thin(returns, max(4, int(len(groups) * share))) for row in groups[place]]
 
 
-def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str, JSON]]) -> str:
-    """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes.
-
-    `groups`: verdicts on runs together, each with a name.
-    """
+def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
+    """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes."""
     bins = filter(None, (BIN_WEIGHT.fullmatch(name) for run in runs for name in run["metrics"]))
     panels = [panel._asdict() for panel in (*PANELS, BINS._replace(metrics={match[0]: match[1] for match in bins}))]
     template, curves, script = (
         (FOLDER / name).read_text(encoding="utf-8") for name in ("template.html", "curves.js", "page.js")
     )
     digests = [hashlib.sha256(text.encode()).digest() for text in (curves, script)]
-    data = {"runs": runs, "groups": groups, "panels": panels, "colors": COLORS, "drawn": time.time()}
+    data = {"runs": runs, "panels": panels, "colors": COLORS, "drawn": time.time()}
     sections = {
         "curves": curves,
         "script": script,

@@ -56,24 +56,6 @@ def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     return verdict if held_out else verdict | {"text": f"{verdict['text']} {HINT}"}
 
 
-def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
-    """Returns the verdict on runs that differ in the seed only, by their mean change; None if there is none.
-
-    Its interval is over the seeds: it predicts the result of another seed.
-    """
-    name = next((name for name, _ in MAIN if all(name in run for run in runs)), "")
-    if len(runs) < 2 or not name:
-        return None
-    scores = [np.array([run[name][1][place] for run in runs]) for place in (0, -1)]
-    first, last = (Point(int(runs[0][name][0][place]), float(scores[place].mean()), 0.0, 0.0) for place in (0, -1))
-    half_width = mean_over_runs(name, scores[1] - scores[0]).get(f"{name}_ci", 0.0)
-    change = last.value - first.value
-    ends = (change - half_width, change + half_width) if len(runs) > 2 else ()
-    kind = "open" if not ends else "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
-    few = "" if ends else "; two seeds are too few for an interval"
-    return {"kind": kind, "text": f"Over {len(runs)} seeds {describe_change(name, first, last, ends)}{few}."}
-
-
 def made_no_update(run: Curves) -> bool:
     """True if steps of training were logged, and none updated the model."""
     _, counts = run.get("num_updates", ((), np.zeros(0)))

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from filelock import OwnerRecord, SoftFileLease, Timeout
+from filelock import SoftFileLease, Timeout
 
 from utils.settings.errors import UserError, on_one_line
 
@@ -17,7 +17,7 @@ class FolderLock:
     """The lock of a folder, held by this process until `release`: a lease of filelock on the file .lock.
 
     A file of a process that has ended on this machine is taken over at once. Other files are watched for SILENCE
-    seconds: a touch means that the folder is in use, none that its holder is gone.
+    seconds: a touch means that the folder is in use, none that its holder is gone, or stopped.
 
     Raises: UserError naming the process that holds the lock, OSError if the file cannot be written.
     """
@@ -29,22 +29,24 @@ class FolderLock:
         self.lease = SoftFileLease(self.path, **settings, thread_local=False, blocking=False)
         with contextlib.suppress(Timeout):
             self.lease.acquire()
-        holder = self.lease.owner
-        if not self.lease.is_locked and not (holder and is_running_here(holder)):
-            self.wait_for(holder)
         if not self.lease.is_locked:
-            holder = self.lease.owner
-            process = on_one_line(f"process {holder.pid} on {holder.hostname}") if holder else "another process"
+            self.wait()
+        if not self.lease.is_locked:
             raise UserError(
-                f"{folder} is in use by {process}: name another --save_dir, or stop that process first (if it is known "
-                f"to be gone, remove {self.path})"
+                f"{folder} is in use by {self.holder}: name another --save_dir, or stop that process first (if it is "
+                f"known to be gone, remove {self.path})"
             )
 
-    def wait_for(self, holder: OwnerRecord | None) -> None:
-        """Takes the lock over if its holder, on another machine, sends no heartbeat."""
+    @property
+    def holder(self) -> str:
+        """The process that holds the lock, in words."""
+        owner = self.lease.owner
+        return on_one_line(f"process {owner.pid} on {owner.hostname}") if owner else "another process"
+
+    def wait(self) -> None:
+        """Takes the lock over if its holder sends no heartbeat."""
         first = last_heartbeat(self.path)
-        where = on_one_line(f" on {holder.hostname}") if holder else ""
-        print(f"{self.path.parent} was in use{where}: waiting up to {SILENCE} s for a sign of life", flush=True)
+        print(f"{self.path} is of {self.holder}: waiting up to {SILENCE} s for a sign of life", flush=True)
 
         def is_alive() -> bool:
             return last_heartbeat(self.path) not in (first, 0)
@@ -70,18 +72,6 @@ class FolderLock:
         for folder in (self.path.parent / "state", self.path.parent) if self.is_new else ():
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def is_running_here(holder: OwnerRecord) -> bool:
-    """True if the holder runs on this machine, even if it is stopped; False also if there is no /proc.
-
-    Its start distinguishes it from another process with the same number, as in containers. filelock records the ticks
-    since the start of the machine in the lower 64 bits.
-    """
-    with contextlib.suppress(OSError):
-        state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
-        return state != "Z" and holder.start is not None and holder.start % 2**64 == int(fields[18])
-    return False
 
 
 def last_heartbeat(path: Path) -> float:

@@ -1,7 +1,6 @@
-"""Origin of a run: commit, command, machine, versions, times and segments, kept in config.json beside the settings.
+"""Origin of a run: commit, command, machine, versions and times, kept in config.json beside the settings.
 
-A segment is what --resume force changed: {"step": the last one before, "changed" settings and "data": [old, new] by
-name, "comparable": whether scores before and after mean the same}.
+Its segments are what --resume force changed: {"step": the last one before, "text": the new and the old values}.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from utils.settings.presets import split_origin
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
 RunSegment = Mapping[str, JSON]
-Changes = Mapping[str, list[JSON]]  # old and new value, by name
 
 
 class Origin:
@@ -77,28 +75,17 @@ def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
     return split_origin(read_json(config_json)) if config_json.exists() else ({}, {})
 
 
-def add_segment(
-    segments: Sequence[RunSegment], step: int, changed: Changes, data: Changes, is_comparable: bool
-) -> list[RunSegment]:
-    """Returns the segments of a run that is resumed at a step, with one more if anything was changed."""
-    segments = [{**segment, "step": min(segment["step"], step)} for segment in segments]  # if a later state is damaged
-    if changed or data:
-        segments.append({"step": step, "changed": changed, "data": data, "comparable": is_comparable})
-    return segments
-
-
 def describe_segment(segment: RunSegment) -> str:
     """Returns a segment in words."""
-    changes = [f"--{name} {new!r} (before: {old!r})" for name, (old, new) in segment["changed"].items()]
-    changes += [f"{name} is {new} (before: {old})" for name, (old, new) in segment["data"].items()]
-    return f"from step {segment['step'] + 1} on: {'; '.join(changes)}"
+    return f"from step {segment['step'] + 1} on: {segment['text']}"
 
 
 def last_break(segments: Sequence[RunSegment]) -> int:
-    """Returns the last step whose scores are of other problems, or sampled in another way, than those now; -1: none."""
-    return max((segment["step"] for segment in segments if not segment.get("comparable")), default=-1)
+    """Returns the last step before --resume force changed settings or data; -1: none."""
+    return max((segment["step"] for segment in segments), default=-1)
 
 
 def since(run: Curves, step: int) -> Curves:
-    """Returns the metrics of later steps than this one."""
-    return {name: (steps[steps > step], values[steps > step]) for name, (steps, values) in run.items()}
+    """Returns the metrics of later steps than this one, those that there are."""
+    later = {name: (steps[steps > step], values[steps > step]) for name, (steps, values) in run.items()}
+    return {name: series for name, series in later.items() if len(series[0])}

@@ -24,7 +24,7 @@ import pytest
 
 from core import grpo
 from core.config import Config
-from core.records import Batch, Completions, Episodes, Progress
+from core.records import Progress
 from core.run import fingerprints
 from core.run import folder as run_folder
 from core.run import run as runs
@@ -44,7 +44,7 @@ from utils.devices.sharding import single_device
 from utils.metrics.logger import LossyWriter
 from utils.runs import lock
 from utils.runs.lock import FolderLock
-from utils.runs.origin import add_segment, last_break
+from utils.runs.origin import last_break
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
@@ -267,41 +267,9 @@ def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
 
 
 def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict | None = None) -> None:
-    """Ends a step of one rollout of one token; it is no step to save."""
-    ones = np.ones((1, 2), np.int32)
-    row = np.ones(1, np.int32)
-    reward = np.ones(1, np.float32)
-    completions = Completions(
-        tokens=ones,
-        mask=ones > 0,
-        logprobs=np.float32(ones),
-        lengths=2 * row,
-        prompt_lengths=row,
-        finished=row > 0,
-        slot_steps=reward,
-        num_observed=0 * row,
-    )
-    episodes = Episodes(
-        completions=completions,
-        rollout=np.arange(1),
-        task_ids=row,
-        texts=["a"],
-        scores={"return": reward},
-        failed=row < 0,
-        failures={},
-        times={},
-    )
-    batch = Batch(
-        tokens=ones,
-        mask=ones > 0,
-        sample_logprobs=np.float32(ones),
-        rewards=reward,
-        lengths=2 * row,
-        prompt_lengths=row,
-        rollout=row - 1,
-    )
+    """Ends a step, which is no step to save."""
     progress = Progress(step, memory=memory or {})
-    run.end_step(progress, state or states(step), {}, lambda *_: {}, is_last=False, rollouts=(episodes, batch))
+    run.end_step(progress, state or states(step), {}, lambda *_: {}, is_last=False)
     progress.memory.clear()  # as the next step may, before this one is saved
 
 
@@ -344,8 +312,7 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
     assert told >= 4, "arrays, their index, the manifest, the progress; nobody reads the rest"
 
 
-def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monkeypatch, capsys):
-    """And without wandb, when that raises."""
+def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     newest = folder / "state" / str(STEPS)
@@ -353,19 +320,8 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
-
-    def vanished(*_, **__):
-        raise RuntimeError("no network")
-
-    broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
-    # A login, and a package whose import fails.
-    monkeypatch.setitem(sys.modules, "wandb", broken)
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    monkeypatch.delenv("WANDB_MODE")
     assert train(folder) == 0
-    said = capsys.readouterr()
-    assert f"step {STEPS} is damaged" in said.out
-    assert "wandb is switched off" in said.err
+    assert f"step {STEPS} is damaged" in capsys.readouterr().out
     assert_same(folder, whole)
 
 
@@ -403,11 +359,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     options = {"lr": 1e-3}
     with started(small_run(tmp_path, **options)) as run:
         save(run, 1)
-    for change in (
-        {"lr": 2e-3},
-        {"seed": 1, "group_size": 4},
-        {"max_steps": 9, "lr_schedule": "linear"},
-    ):
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
         with pytest.raises(UserError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
             small_run(tmp_path, **options | change)
     with pytest.raises(UserError, match="--resume never"):
@@ -447,7 +399,7 @@ def run_of(folder: Path) -> dict:
 
 
 def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
-    """Also after a plain resume; those that leave the scores alone do not divide them."""
+    """Also after a plain resume, and at an earlier step if a later state was lost."""
     with started(small_run(tmp_path, lr=1e-3)) as run:
         save(run, 3)
     assert "segments" not in run_of(tmp_path)
@@ -460,24 +412,17 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     with started(run):
         save(run, 4)
     first, second = run_of(tmp_path)["segments"]
-    assert first == {"step": 3, "changed": {"lr": [1e-3, 2e-3]}, "data": {}, "comparable": True}
-    assert second == {"step": 3, "changed": {"temperature": [1.0, 0.5]}, "data": {}, "comparable": False}
-    assert last_break([first]) == -1
-    assert last_break([first, second]) == 3
+    assert first == {"step": 3, "text": "--lr is 0.002 now and was 0.001"}
+    assert second == {"step": 3, "text": "--temperature is 0.5 now and was 1.0"}
+    assert last_break([]) == -1
+    assert [segment["step"] for segment in run.folder.begin(2, {})] == [2, 2]
     card = run.states.card.render(Progress(4), {})
-    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card
+    assert "from step 4 on: --lr is 0.002 now and was 0.001" in card
     assert "up to step 3 are of other data" in card
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["global_step"] for event in events] == [3, 3]
-    assert "--lr 0.002 (before: 0.001)" in events[0]["warning"]
-    assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
-
-
-def test_segment_of_a_lost_state_begins_where_the_run_resumes():
-    segments = add_segment([], 6, {"lr": [1, 2]}, {}, is_comparable=True)
-    found = [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)]
-    assert found == [4, 4]
-    assert add_segment(segments, 9, {}, {}, True) == segments
+    assert "--lr is 0.002 now" in events[0]["warning"]
+    assert "--temperature is 0.5 now" in (tmp_path / "report.html").read_text()
 
 
 # Data
@@ -519,8 +464,7 @@ def test_a_run_whose_data_or_reward_has_changed_is_not_resumed(kind, tmp_path, c
     run.restore(states(0))
     started(run).folder.release()
     (segment,) = run_of(folder)["segments"]
-    assert len(segment["data"]) == 1
-    assert not segment["comparable"]
+    assert re.search(what, segment["text"])
 
 
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
@@ -594,7 +538,7 @@ def test_folder_in_use_is_refused_before_a_model_is_loaded(whole, tmp_path):
     refused = start(arguments(**flags), stderr=subprocess.PIPE)
     output, error = refused.communicate(timeout=240)
     assert refused.returncode == 2
-    assert not output
+    assert output.count("\n") == 1
     assert error.startswith(f"error: {folder} is in use by process {os.getpid()} on "), error
     assert error.count("\n") == 1
     assert "--save_dir" in error
@@ -643,7 +587,7 @@ def other_machine(tmp_path, monkeypatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("difference", [0, 2e4, -2e4, -1e9])
+@pytest.mark.parametrize("difference", [0, -1e9])
 def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_machine, capsys):
     """Also where its clock differs."""
 
@@ -694,20 +638,18 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     assert not [*other_machine.parent.iterdir()]
 
 
-def test_killed_run_frees_its_folder_and_stopped_run_keeps_it(tmp_path, capsys):
-    program = f"from utils.runs.lock import *; lock = FolderLock(Path({str(tmp_path)!r})); print(flush=True); input()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdin=-1,
-        stdout=-1,
+def test_killed_run_frees_its_folder(tmp_path, capsys):
+    program = (
+        "from utils.runs import lock; from pathlib import Path; import sys; lock.HEARTBEAT = 0.05\n"
+        "held = lock.FolderLock(Path(sys.argv[1])); print(flush=True); input()"
     )
+    holder = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, stdin=-1, stdout=-1)
     holder.stdout.readline()
-    holder.send_signal(signal.SIGSTOP)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
         FolderLock(tmp_path)
     holder.kill()
     holder.communicate()
+    capsys.readouterr()
     FolderLock(tmp_path).release()
     assert not capsys.readouterr().out
 
