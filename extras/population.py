@@ -309,7 +309,7 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptio
     if scores := format_runs(runs, groups):
         print(scores)
     plot_runs(runs, folder / "population.png")
-    write_report([member.run.folder.path for member in members], folder / "population.html", groups)
+    write_report([member.run.folder.path for member in members], folder / "population.html")
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
 
 
