@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
@@ -21,8 +21,8 @@ from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
 from recipes.agents.protocol import Sampled
-from recipes.agents.server import JSON, BadRequest, Caller, Denied, Server
-from recipes.agents.sessions import FULL, Asked, Ended, Endpoint, Session
+from recipes.agents.server import JSON, BadRequest, Caller, Server
+from recipes.agents.sessions import FULL, Asked, Dialogue, Ended, Endpoint, Session
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint
@@ -86,18 +86,13 @@ class AgentHost(Endpoint):
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
         self.server.submit(self.end_all()).result()
-        self.parents.clear()
-        self.auxiliary.clear()
-        self.closed.clear()
-        self.outcomes.clear()
-        self.pending.clear()
-        self.computing.clear()
+        for known in (self.parents, self.auxiliary, self.closed, self.outcomes, self.dialogues, self.computing):
+            known.clear()
 
     # In the server's thread
 
     def start(self, job: AgentJob, spare: deque[int]) -> None:
         session = Session(secrets.token_urlsafe(16))
-        self.sessions[session.key] = session
         run = self.runs[session.key] = AgentRun(job, session, spare)
         play = self.server.loop.create_task(self.play(run))
         self.plays.add(play)
@@ -105,7 +100,7 @@ class AgentHost(Endpoint):
 
     def take_row(self, session: Session) -> int:
         run = self.runs[session.key]
-        if not session.dialogues:
+        if run.job.row not in self.dialogues:
             return run.job.row
         if not run.spare:
             session.num_refused += 1
@@ -115,25 +110,30 @@ class AgentHost(Endpoint):
         return row
 
     def session_of(self, caller: Caller) -> Session:
-        if caller.key not in self.sessions:
-            raise Denied("the key is none of a program that runs")
-        return self.sessions[caller.key]
+        if caller.key not in self.runs:
+            raise BadRequest("the key is not that of a program that runs", status=401)
+        return self.runs[caller.key].session
 
     async def play(self, run: AgentRun) -> None:
         """Runs a program to its end, and publishes its reward."""
         outcome = Failure("reward_errors", "its program was not run")
         try:
             async with self.places:
-                outcome = outcome_of(run.session, await self.report_of(run), self.settings)
+                report = await self.report_of(run)
+                outcome = outcome_of(run.session, self.dialogues_of(run.session), report, self.settings)
         except TimeoutError:
             outcome = Failure("reward_errors", "the process that runs its program was lost")
         finally:
-            self.end(run.session)
             del self.runs[run.session.key]
-            self.auxiliary |= {each.row for each in run.session.dialogues if each.is_auxiliary}
-            for dialogue in run.session.dialogues[1:]:
-                self.publish(dialogue.row, Ended({}))
+            dialogues = self.dialogues_of(run.session)
+            self.refuse_rows([each.row for each in dialogues], "the session has ended")
+            self.auxiliary |= {each.row for each in dialogues if each.is_auxiliary}
+            for row in {each.row for each in dialogues} - {run.job.row}:
+                self.publish(row, Ended({}))
             self.publish(run.job.row, outcome)
+
+    def dialogues_of(self, session: Session) -> list[Dialogue]:
+        return [dialogue for dialogue in self.dialogues.values() if dialogue.session is session]
 
     async def report_of(self, run: AgentRun) -> Report:
         """Has a program run, and returns how it ended. Raises: TimeoutError if the keeper does not say."""
@@ -203,7 +203,9 @@ class AgentHost(Endpoint):
         self.server.__exit__(None, None, None)
 
 
-def outcome_of(session: Session, report: Report, settings: AgentSettings) -> Ended | Failure:
+def outcome_of(
+    session: Session, dialogues: Sequence[Dialogue], report: Report, settings: AgentSettings
+) -> Ended | Failure:
     """Returns the reward that a program has printed, or why there is none."""
     if report.over == OVER_TIME:
         return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds", "raise timeout")
@@ -212,16 +214,16 @@ def outcome_of(session: Session, report: Report, settings: AgentSettings) -> End
     if report.status:
         line = on_one_line(report.line)[:300]
         return Failure("reward_errors", f"its program ended with status {report.status}: {line}")
-    if not session.dialogues:
+    if not dialogues and not session.num_refused:
         return Failure("reward_errors", "its program asked for no reply")
-    if not any(dialogue.has_replied for dialogue in session.dialogues):
+    if not any(dialogue.has_replied for dialogue in dialogues):
         remedy = "raise --prompt_length or --num_generation_tokens" if session.refused == FULL else ""
         return Failure("reward_errors", f"its program got no reply: {session.refused}", remedy)
     rewards = read_rewards(report.line)
     if isinstance(rewards, str):
         return Failure("reward_errors", rewards)
-    left_out = [each for each in session.dialogues if each.is_auxiliary or not each.has_replied]
-    counts = {"forks": len(session.dialogues) - 1.0, "auxiliary": float(session.num_refused + len(left_out))}
+    left_out = [each for each in dialogues if each.is_auxiliary or not each.has_replied]
+    counts = {"forks": len(dialogues) - 1.0, "auxiliary": float(session.num_refused + len(left_out))}
     return Ended({"calls": float(session.num_calls)} | counts | rewards)
 
 

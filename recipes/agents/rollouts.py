@@ -235,6 +235,7 @@ class AgentConversations(Conversations):
             self.host.reset()
         self.host.tokenizer = self.tokenizer
         self.asked: dict[int, Asked] = {}  # what a row's next reply answers
+        self.begun: dict[int, Sequence[int]] = {}  # tokens that begin a row's next reply, and are not sampled
         self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
         self.others: list[tuple[list[int], Completions]] = []  # rows of forks, and their numbers
@@ -283,7 +284,7 @@ class AgentConversations(Conversations):
         if row not in self.asked:
             return (), ()
         request = self.asked[row].request
-        texts, ids = [*request.stops], [*request.stop_token_ids]
+        texts, ids = [*request.stop], [*request.stop_token_ids]
         form = None if request.parallel_tool_calls else form_of(self.tokenizer, self.env.dialect)
         if form and request.schemas:
             closing = self.tokenizer.added_ids.get(form.closing)
@@ -293,7 +294,7 @@ class AgentConversations(Conversations):
 
     def num_kept(self, row: int, ids: Sequence[int]) -> int:
         """Returns how many tokens of a turn make the text before its stop text; -1: that ends within a token."""
-        text = self.tokenizer.decode(ids) if (stops := self.asked[row].request.stops) else ""
+        text = self.tokenizer.decode(ids) if (stops := self.asked[row].request.stop) else ""
         places = [text.find(stop) for stop in stops if stop in text]
         for num_kept in range(len(ids), 0, -1) if places else ():
             known = self.tokenizer.decode(ids[:num_kept])
@@ -303,19 +304,18 @@ class AgentConversations(Conversations):
 
     def show(self, row: int, sampled: Sampled) -> None:
         """Hands the beginning of a reply to the client that reads it."""
-        reply = self.reply(row, np.array(sampled.ids))
-        asked, sampled = self.asked[row], sampled._replace(reply=reply, is_thinking=self.opens_thoughts(sampled))
-        self.host.server.call(asked.on_tokens, sampled)
+        reply, is_thinking = self.reply(row, np.array(sampled.ids, int)), self.opens_thoughts(sampled.prompt_ids)
+        self.host.server.call(self.asked[row].on_tokens, sampled._replace(reply=reply, is_thinking=is_thinking))
 
-    def opens_thoughts(self, sampled: Sampled) -> bool:
-        return self.tokenizer.decode(sampled.prompt_ids[-4:]).rstrip().endswith(THINK[0])
+    def opens_thoughts(self, prompt: Sequence[int]) -> bool:
+        return self.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK[0])
 
     def send(self, rows: Set[int]) -> None:
         """Gives programs their replies."""
         for row in sorted(rows):
             sampled = self.sampled.pop(row)
-            whole = sampled._replace(reply=self.episodes[row].replies[-1], is_thinking=self.opens_thoughts(sampled))
-            self.host.answer(row, self.asked[row], whole)
+            reply, is_thinking = self.episodes[row].replies[-1], self.opens_thoughts(sampled.prompt_ids)
+            self.host.answer(row, self.asked[row], sampled._replace(reply=reply, is_thinking=is_thinking))
         self.unasked -= rows
 
     def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Ended | Failure]:
@@ -358,15 +358,30 @@ class AgentConversations(Conversations):
                 problem, messages=list(asked.messages), tools=tuple(request.schemas), thinking=thinking, prefix=""
             )
             prompt = chat_prompt(check_forged(self.tokenizer, [*asked.messages, *request.schemas]), problem)
+        prompt = [*prompt, *self.beginning(row, asked, prompt)]
         if len(prompt) > self.longest_prompt:
             raise UserError(FULL)
         self.problems[row] = problem
         return Observation(prompt, begins=True)
 
+    def beginning(self, row: int, asked: Asked, prompt: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens by which a reply must begin: the start of a call, if tool_choice is required."""
+        self.begun[row] = ()
+        if not asked.prompt and asked.request.tool_choice == "required":
+            if self.opens_thoughts(prompt):
+                raise UserError("tool_choice required is not supported after an open think block: set enable_thinking "
+                                "to false, or tool_choice to auto")  # fmt: skip
+            self.begun[row] = self.tokenizer.encode(form_of(self.tokenizer, self.env.dialect).opening or "{")
+        return self.begun[row]
+
+    def reply(self, row: int, turn: Int[np.ndarray, "A"]) -> Reply:
+        return super().reply(row, np.append(np.array(self.begun[row], int), turn))
+
     def continued(self, row: int, asked: Asked) -> Observation:
         """Returns what follows a row's last reply, or its end if that is too long."""
         tokenizer, episode = check_forged(self.tokenizer, asked.messages), self.episodes[row]
         tokens = self.encode(row, Step(list(asked.messages)), tokenizer)
+        tokens = [*tokens, *self.beginning(row, asked, tokens)]
         if len(tokens) < episode.num_left:
             episode.messages.append(list(asked.messages))
             return Observation(tokens)

@@ -25,8 +25,8 @@ from envs.scoring.worker import Failure  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
-from recipes.agents.protocol import ChatRequest, Sampled  # noqa: E402
-from recipes.agents.server import Server  # noqa: E402
+from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
+from recipes.agents.server import Caller, Server  # noqa: E402
 from recipes.agents.sessions import BUDGET, Asked, Ended, Endpoint, Session  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -46,15 +46,6 @@ class Loop:
         function(*arguments)
 
 
-class Asking:
-    """A caller."""
-
-    key = "key"
-
-    def __init__(self, is_retry=False):
-        self.is_retry = is_retry
-
-
 class Script(Endpoint):
     """Answers each request by its number; `is_whole`: whether its rows hold what it answers."""
 
@@ -70,8 +61,8 @@ class Script(Endpoint):
     def session_of(self, caller):
         return self.session
 
-    def ask(self, session, dialogue, asked):
-        super().ask(session, dialogue, asked)
+    def ask(self, dialogue, asked):
+        super().ask(dialogue, asked)
         self.asked.append((dialogue.row, asked))
         reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,), is_whole=self.is_whole)
         asyncio.get_running_loop().call_soon(self.reply, asked, reply)
@@ -84,7 +75,9 @@ def talk(script: Script, *requests: tuple) -> list[dict]:
         said = []
         for messages, is_retry, *more in requests:
             sent = {"messages": [m if isinstance(m, dict) else said[m] for m in messages], **(more or [{}])[0]}
-            said.append((await script.replies(Asking(is_retry), ChatRequest.read(sent)))[0][0])
+            request = ChatRequest.read(sent)
+            sampled = await script.samples(Caller("key", is_retry), request)
+            said.append(reply_message(request, sampled[0], script.dialect))
         return said
 
     return asyncio.run(run())
@@ -107,7 +100,7 @@ def test_a_request_continues_behind_the_replies_as_they_were_returned():
     assert [row for row, _ in script.asked] == [0, 0, 1, 2, 0]
     assert [asked.is_new for _, asked in script.asked] == [True, False, True, True, False]
     assert [len(asked.messages) for _, asked in script.asked] == [1, 1, 3, 1, 1]
-    assert (script.session.num_calls, len(script.session.dialogues)) == (5, 3)
+    assert (script.session.num_calls, len(script.dialogues)) == (5, 3)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +147,7 @@ def test_requests_beyond_the_rows_wait_in_their_order():
 
     async def run():
         sent = [ChatRequest.read({"messages": [HELLO], "max_tokens": i}) for i in range(1, 6)]
-        tasks = [asyncio.ensure_future(script.replies(Asking(), request)) for request in sent]
+        tasks = [asyncio.ensure_future(script.samples(Caller("key"), request)) for request in sent]
         for _ in range(5):
             while not held:
                 await asyncio.sleep(0)
