@@ -45,7 +45,6 @@ LAW = {
     "core.rollout": ("core.chains", "core.sampler", "core.records", "envs", *BELOW),
     "core.config": ("core.advantages", "core.objectives", "core.sampler", "core.terms", "envs", *BELOW),
     "core.run": ("core.run", "core.rollout", "core.records", "envs", *BELOW),
-    "core.chat_web": ("core", "recipes.agents.server", "envs", *BELOW),
     "core.chat": ("core.chat", "core.chains", "core.sampler", "envs", *BELOW),
     "core.minimal": (),
     "core.extensions": (
@@ -70,7 +69,6 @@ LAW = {
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
-    "extras.chat_web": ("recipes.agents.server", "extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
     "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }

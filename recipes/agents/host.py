@@ -22,7 +22,7 @@ from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
 from recipes.agents.protocol import Sampled
 from recipes.agents.server import JSON, BadRequest, Caller, Server
-from recipes.agents.sessions import FULL, Asked, Dialogue, Ended, Endpoint, Session
+from recipes.agents.sessions import FULL, Asked, Dialogue, Endpoint, Rewards, Session
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint
@@ -129,7 +129,7 @@ class AgentHost(Endpoint):
             self.refuse_rows([each.row for each in dialogues], "the session has ended")
             self.auxiliary |= {each.row for each in dialogues if each.is_auxiliary}
             for row in {each.row for each in dialogues} - {run.job.row}:
-                self.publish(row, Ended({}))
+                self.publish(row, {})
             self.publish(run.job.row, outcome)
 
     def dialogues_of(self, session: Session) -> list[Dialogue]:
@@ -205,7 +205,7 @@ class AgentHost(Endpoint):
 
 def outcome_of(
     session: Session, dialogues: Sequence[Dialogue], report: Report, settings: AgentSettings
-) -> Ended | Failure:
+) -> Rewards | Failure:
     """Returns the reward that a program has printed, or why there is none."""
     if report.over == OVER_TIME:
         return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds", "raise timeout")
@@ -224,7 +224,7 @@ def outcome_of(
         return Failure("reward_errors", rewards)
     left_out = [each for each in dialogues if each.is_auxiliary or not each.has_replied]
     counts = {"forks": len(dialogues) - 1.0, "auxiliary": float(session.num_refused + len(left_out))}
-    return Ended({"calls": float(session.num_calls)} | counts | rewards)
+    return {"calls": float(session.num_calls)} | counts | rewards
 
 
 def read_rewards(line: str) -> dict[str, float] | str:

@@ -21,7 +21,7 @@ THINK = "<think>", "</think>"
 LABELS = (  # fields that change no token
     "model", "user", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "extra_headers", "priority", "cache_salt", "request_id", "provider_specific_fields",
-    "annotations", "include_obfuscation",
+    "annotations", "index",
 )  # fmt: skip
 NEUTRAL = {  # fields that may only have the value that changes nothing
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "logit_bias": {},
@@ -105,7 +105,6 @@ class CalledFunction(Strict):
 
 
 class Call(Strict):
-    labels = (*LABELS, "index")
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -114,7 +113,6 @@ class Call(Strict):
 class SentMessage(Strict):
     """A message as clients send it."""
 
-    labels = (*LABELS, "index")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], BeforeValidator(parts_of)] = []
     name: str = ""
@@ -125,15 +123,11 @@ class SentMessage(Strict):
 
     def as_template(self, joint: str) -> Message:
         """Returns the message as chat templates read it, its parts joined by `joint`."""
-        role = "system" if self.role == "developer" else self.role
-        more = {
-            "reasoning_content": self.reasoning_content or self.reasoning if role == "assistant" else "",
-            "tool_calls": [call.model_dump() for call in self.tool_calls],
-            "tool_call_id": self.tool_call_id,
-            "name": self.name,
-        }
-        content = joint.join(part.text for part in self.content)
-        return {"role": role, "content": content} | {key: x for key, x in more.items() if x}
+        message = self.model_dump(include={"tool_calls", "tool_call_id", "name"})
+        if self.role == "assistant":  # its row holds no name
+            message |= {"reasoning_content": self.reasoning_content or self.reasoning, "name": ""}
+        role, content = "system" if self.role == "developer" else self.role, [part.text for part in self.content]
+        return {"role": role, "content": joint.join(content)} | {key: x for key, x in message.items() if x}
 
 
 class Function(Strict):
@@ -145,14 +139,6 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
-
-
-class StreamOptions(Strict):
-    include_usage: bool = False
-
-
-class TemplateOptions(Strict):
-    enable_thinking: bool | None = None
 
 
 class Request(Strict):
@@ -174,7 +160,7 @@ class Request(Strict):
     metadata: dict[str, str] = {}
     max_tokens: int | None = Field(None, ge=1)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
     return_token_ids: bool = False
 
     @property
@@ -204,7 +190,7 @@ class ChatRequest(Request):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    chat_template_kwargs: dict[Literal["enable_thinking"], bool] = {}
 
     @model_validator(mode="after")
     def is_consistent(self) -> Self:
@@ -224,10 +210,6 @@ class ChatRequest(Request):
     def num_top(self) -> int:
         """Candidates of each token that are returned; -1: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else -1
-
-    @property
-    def thinking(self) -> bool | None:
-        return self.chat_template_kwargs.enable_thinking
 
     @property
     def schemas(self) -> Sequence[dict[str, JSON]]:

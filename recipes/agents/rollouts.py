@@ -30,7 +30,7 @@ from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.host import AgentHost, AgentJob
 from recipes.agents.protocol import THINK, Sampled
-from recipes.agents.sessions import FULL, Asked, Ended, Endpoint
+from recipes.agents.sessions import FULL, Asked, Endpoint, Rewards
 from recipes.agents.texts import chat_prompt, check_forged
 from utils.batching import concatenate, select_rows
 from utils.metrics.terminal import Wait
@@ -318,7 +318,7 @@ class AgentConversations(Conversations):
             self.host.answer(row, self.asked[row], sampled._replace(reply=reply, is_thinking=is_thinking))
         self.unasked -= rows
 
-    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Ended | Failure]:
+    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Rewards | Failure]:
         self.send(rows & self.unasked)
         return self.host.take(rows, num_needed, patience)
 
@@ -327,7 +327,7 @@ class AgentConversations(Conversations):
         observations = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: observation for row, observation in observations.items() if observation is not None}
 
-    def observation(self, row: int, outcome: Asked | Ended | Failure) -> Observation | None:
+    def observation(self, row: int, outcome: Asked | Rewards | Failure) -> Observation | None:
         """Returns what a program asks, as tokens, or the end of its row; None: it is refused."""
         if not isinstance(outcome, Asked):
             return self.end(row, outcome)
@@ -353,7 +353,7 @@ class AgentConversations(Conversations):
         if not prompt:
             if request.schemas and form_of(self.tokenizer, self.env.dialect) is None:
                 raise UserError("tools is not supported: the chat template writes calls in a form that is not read")
-            thinking = problem.thinking if request.thinking is None else request.thinking
+            thinking = request.chat_template_kwargs.get("enable_thinking", problem.thinking)
             problem = replace(
                 problem, messages=list(asked.messages), tools=tuple(request.schemas), thinking=thinking, prefix=""
             )
@@ -400,14 +400,14 @@ class AgentConversations(Conversations):
         self.wait.done += row < self.num_rows
         return Observation(finished=stop != "max_tokens")
 
-    def end(self, row: int, outcome: Ended | Failure) -> Observation:
+    def end(self, row: int, outcome: Rewards | Failure) -> Observation:
         """Takes the reward of a program that has ended; its forks end with it."""
         if row < self.num_rows:
             self.unpaid.discard(row)
             if isinstance(outcome, Failure):
                 self.failures[row] = outcome
             else:
-                self.episodes[row].scores.update(outcome.rewards)
+                self.episodes[row].scores.update(outcome)
         return self.over(row, "done")
 
     def finish(self) -> GradedReplies:

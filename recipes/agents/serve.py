@@ -28,11 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
 from core.chains.pages import with_pages
 from core.chains.turns import form_of
@@ -42,7 +41,7 @@ from envs.base import TURN_DIALECTS, Env, OwnRollouts, Problem
 from envs.tools.calls import FORMS
 from models import decoder
 from models.architecture import Decoder
-from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
+from models.distribution import MAX_SUPPORT, Distribution, softmax_outputs
 from models.memory import pages_that_fit, sampling_room
 from models.names import Array, Policy
 from models.tokenizer import GENERATION_CONFIG, Tokenizer
@@ -58,9 +57,7 @@ from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
 
-SCORED = 128  # columns whose logits are computed at once
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
-OF_FOLDER = "; -1: of the model's generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,6 @@ class ServeConfig:
     context: int = option(4096, "Most tokens of a conversation", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
     dialect: str = option("qwen", "Form of tool calls; qwen: as the chat template writes them", TURN_DIALECTS)
-    temperature: float = option(-1.0, f"Default temperature of requests{OF_FOLDER}, or 1")
-    top_p: float = option(-1.0, f"Default top_p of requests{OF_FOLDER}, or 1")
-    top_k: int = option(-1, f"Default top_k of requests; 0: all tokens{OF_FOLDER}, or 0")
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -108,20 +102,34 @@ class Unrecorded(Distribution):
         token, logprob, ids = distribution.draw(logits, uniforms)
         return token, logprob, ids[:, :0]
 
-    def top(self, logits: Array) -> tuple[Array, Array]:
-        """Returns log-probabilities of the likeliest tokens, -inf for those that cannot be sampled, and their ids."""
+    def outputs(self, logits: Array, tokens: Array, *_) -> "Scored":
         logits = logits / (self.temperature or 1.0)
         if self.temperature > 0 and not self.is_whole:
-            logits, ids = self.candidates(logits)
-            return jax.nn.log_softmax(logits)[..., :MAX_TOP], ids[..., :MAX_TOP]
-        return jax.lax.top_k(jax.nn.log_softmax(logits), min(MAX_TOP, logits.shape[-1]))
+            top, ids = self.candidates(logits)
+            top = jax.nn.log_softmax(top)
+        else:
+            top, ids = jax.lax.top_k(jax.nn.log_softmax(logits), min(MAX_TOP, logits.shape[-1]))
+        return Scored(softmax_outputs(logits, tokens).logprobs, None, top[..., :MAX_TOP], ids[..., :MAX_TOP])
+
+
+class Scored(NamedTuple):
+    """Outputs for the tokens of rows [B, T]: their log-probabilities, and the likeliest candidates of each."""
+
+    logprobs: Array  # of the softmax at the temperature
+    values: None  # there is no critic
+    top: Array  # log-probabilities of the distribution, [B, T, K]; -inf: cannot be sampled
+    ids: Array
+
+
+score = jax.jit(decoder.token_outputs, static_argnums=(0, 3))
 
 
 class ModelEndpoint(Endpoint):
     """Answers requests; rows of the cache belong to the conversations that were used last."""
 
-    def __init__(self, config: ServeConfig, name: str, num_rows: int, seed: int, model: Decoder, params: Policy):
-        self.config, self.context, self.seed, self.num_rows = config, config.context, seed, num_rows
+    def __init__(self, config: ServeCommand, name: str, num_rows: int, context: int, model: Decoder, params: Policy):
+        self.api_key, self.seed = config.serve.api_key, config.model.seed
+        self.num_rows, self.context = num_rows, context
         self.model, self.params, self.default = model, params, Unrecorded()
         handlers = {
             "GET /v1/models": self.models,
@@ -129,8 +137,8 @@ class ModelEndpoint(Endpoint):
             "POST /v1/completions": partial(self.complete, CompletionRequest),
             "POST /inference/v1/generate": partial(self.complete, GenerateRequest),
         }
-        server = Server(handlers, config.host, config.port, stops_work=True)
-        super().__init__(server, name, config.dialect, num_places=num_rows)
+        server = Server(handlers, config.serve.host, config.serve.port, stops_work=True)
+        super().__init__(server, name, config.serve.dialect, num_places=num_rows)
 
     def take_row(self, session: Session) -> int:
         """Returns a row that is free, or that of the conversation that was not used for longest."""
@@ -138,7 +146,7 @@ class ModelEndpoint(Endpoint):
         return next(row for row in (*free, *self.dialogues) if row not in self.pending)
 
     def session_of(self, caller: Caller) -> Session:
-        if not caller.key.startswith(self.config.api_key):
+        if not caller.key.startswith(self.api_key):
             raise BadRequest("the key is wrong", status=401)
         return Session(caller.key)
 
@@ -175,28 +183,27 @@ class ModelEndpoint(Endpoint):
         tokens[0, : len(row)] = row
         distribution = Unrecorded() if request.echo else self.distribution_of(request)
 
-        def compute() -> tuple[np.ndarray, ...]:
+        def compute() -> Scored:
             with LAUNCHING:
-                found = score(self.model, distribution, self.params, tokens)
+                found = score(self.model, self.params, tokens, distribution)
             return jax.tree.map(lambda x: np.asarray(x[0, : len(row)]), found)
 
-        logprobs, values, ids = await asyncio.get_running_loop().run_in_executor(None, compute)
+        found = await asyncio.get_running_loop().run_in_executor(None, compute)
         start = 0 if request.echo else len(sampled.prompt_ids)
-        pairs = zip(ids[start:].tolist(), values[start:].tolist(), strict=True)
+        pairs = zip(found.ids[start:].tolist(), found.top[start:].tolist(), strict=True)
         top = [dict(zip(*each, strict=True)) for each in pairs]
         if request.echo:
-            return sampled._replace(logprobs=logprobs.tolist(), top=top)
+            return sampled._replace(logprobs=found.logprobs.tolist(), top=top)
         sampled_ones = zip(top, sampled.ids, sampled.logprobs, strict=True)
         return sampled._replace(top=top, logprobs=[known.get(i, logprob) for known, i, logprob in sampled_ones])
 
 
-def default_distribution(config: ServeConfig, tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
-    """Returns the distribution of requests that name none: of the options, of the folder, or the whole one."""
+def default_distribution(tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
+    """Returns the distribution of requests that name none: that of the folder's generation_config.json."""
     folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
     found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
     if 0 < found.get("top_k", 0) < vocab_size:
         found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
-    found |= {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(config, name)) >= 0}
     return distribution_with(Unrecorded(), found, vocab_size)
 
 
@@ -205,56 +212,27 @@ def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_siz
 
     Raises: UserError for values that cannot be sampled.
     """
-    given = dict(given)
-    if 0 < given.get("temperature", 1) < GREEDY:
-        given["temperature"] = 0.0
+    more = {"temperature": 0.0} if 0 < given.get("temperature", 1) < GREEDY else {}
     if not 0 <= given.get("top_k", 0) < vocab_size:
-        given["top_k"] = 0
-    return replace(default, **given)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def score(
-    model: Decoder, distribution: Unrecorded, params: Policy, tokens: Int[Array, "1 T"]
-) -> tuple[Float[Array, "1 T"], Float[Array, "1 T K"], Int[Array, "1 T K"]]:
-    """Returns log-probabilities of tokens given those before them, and of the likeliest tokens, with their ids.
-
-    The first are of the softmax at this temperature, the others of the distribution; column 0 has 0.
-    """
-    hidden = decoder.forward(model, params, tokens)[0, :-1]
-    padding = -len(hidden) % SCORED
-    hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(tokens[0, 1:], (0, padding))
-
-    def part(columns: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        logits = decoder.head(model, params, columns[0])
-        return log_softmax_at(logits / (distribution.temperature or 1.0), columns[1]), *distribution.top(logits)
-
-    found = jax.lax.map(part, (hidden.reshape(-1, SCORED, hidden.shape[-1]), targets.reshape(-1, SCORED)))
-    return jax.tree.map(
-        lambda x: jnp.pad(x.reshape(-1, *x.shape[2:])[: tokens.shape[1] - 1], ((1, 0), *[(0, 0)] * (x.ndim - 2)))[None],
-        found,
-    )
+        more["top_k"] = 0
+    return replace(default, **given | more)
 
 
 def main(config: ServeCommand) -> None:
     """Loads the model, and serves it until Ctrl-C."""
     layout, serve = make_layout(config.devices, config.model.ckpt_dir), config.serve
     model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
-    context = min(serve.context, model.num_positions)
-    serve = replace(serve, context=context)
-    sampler = replace(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), max_new_tokens=context)
-    distribution = default_distribution(serve, tokenizer, model.vocab_size)
-    sampler = replace(sampler, distribution=distribution, max_prompt_tokens=context - 1)
-    sampler = with_pages(sampler, -1, has_turns=True)
+    context, distribution = min(serve.context, model.num_positions), default_distribution(tokenizer, model.vocab_size)
+    sampler = with_pages(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), -1, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))
-    sampler = sampler.on(rollout)
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
-    sampler = replace(sampler, paging=paging)
-    num_rows = min(serve.rows, paging.num_slots)
-    name = Path(config.model.ckpt_dir).name
+    sampler = replace(
+        sampler.on(rollout), paging=paging, distribution=distribution, max_new_tokens=context,
+        max_prompt_tokens=context - 1,
+    )  # fmt: skip
+    num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.ckpt_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
-    env = Env()
-    endpoint = ModelEndpoint(serve, name, num_rows, config.model.seed, model, params)
+    env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
     with endpoint.server:
         env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 from envs.base import DIALECTS, Reply
 from envs.scoring.patience import HURRY, Patience
@@ -35,7 +34,7 @@ from recipes.agents.protocol import (
     usage,
 )
 from recipes.agents.server import JSON, Answer, BadRequest, Caller, Server
-from recipes.agents.texts import joint_of_parts, shows_name, texts_of, token_bytes
+from recipes.agents.texts import joint_of_parts, texts_of, token_bytes
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."
@@ -55,12 +54,6 @@ class Asked:
     prompt: Sequence[int] = ()  # of a completion
     distribution: object = None  # that the request names; None: the sampler's
     has_left: bool = False  # nobody waits for the reply
-
-
-class Ended(NamedTuple):
-    """What a program has printed as its reward, by name; without "return" its last reply is to be graded."""
-
-    rewards: Mapping[str, float]
 
 
 @dataclass(eq=False)
@@ -90,7 +83,8 @@ class Dialogue:
         return not self.has_replied or begins_alike and self.fixed == request.fixed
 
 
-RowOutcome = Asked | Ended | Failure
+Rewards = Mapping[str, float]  # that a program has printed; without "return" its last reply is to be graded
+RowOutcome = Asked | Rewards | Failure
 
 
 class Endpoint:
@@ -200,14 +194,6 @@ class Endpoint:
         self.dialogues[row] = Dialogue(session, row)
         return self.dialogues[row]
 
-    def messages_of(self, sent: Sequence[SentMessage]) -> list[Message]:
-        """Returns messages as the chat template reads them, without names that it does not show."""
-        messages = [message.as_template(joint_of_parts(self.tokenizer, self.tokenizer.template)) for message in sent]
-        for message in messages:
-            if "name" in message and not shows_name(self.tokenizer, self.tokenizer.template, message["role"]):
-                del message["name"]
-        return messages
-
     async def sample(
         self, session: Session, request: Request, prompt: Sequence[int], index: int, on_tokens: partial | None
     ) -> Sampled:
@@ -219,7 +205,8 @@ class Endpoint:
             return Sampled(Reply(""), prompt_ids=prompt)
         distribution = self.distribution_of(request)
         async with self.queue:
-            messages = [] if prompt else self.messages_of(request.messages)
+            joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
+            messages = [] if prompt else [message.as_template(joint) for message in request.messages]
             dialogue = self.find(session, request, messages)
             start, dialogue.fixed = len(dialogue.said), "" if prompt else request.fixed
             dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
@@ -330,7 +317,7 @@ class Endpoint:
                 yield event(choices=[{"index": index, **delta}], usage=None)
                 sent[index] = choice
             replies += [sampled] * is_whole
-        if request.stream_options.include_usage:
+        if request.stream_options.get("include_usage"):
             yield event(choices=[], usage=usage(replies, request.n))
         yield "data: [DONE]\n\n"
 

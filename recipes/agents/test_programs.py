@@ -27,7 +27,7 @@ from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
 from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
 from recipes.agents.server import Caller, Server  # noqa: E402
-from recipes.agents.sessions import BUDGET, Asked, Ended, Endpoint, Session  # noqa: E402
+from recipes.agents.sessions import BUDGET, Asked, Endpoint, Session  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
@@ -159,16 +159,6 @@ def test_requests_beyond_the_rows_wait_in_their_order():
     assert [asked.request.max_tokens for _, asked in script.asked] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_names_that_the_template_does_not_show_are_left_out(role, capsys):
-    """AutoGen names the speaker of each message."""
-    script = Script()
-    named = {"role": role, "content": "Use 3.", "name": "planner"}
-    talk(script, ([named, HELLO] if role == "system" else [HELLO, named, HELLO], False), ([HELLO, named, HELLO], False))
-    assert all("name" not in message for _, asked in script.asked for message in asked.messages)
-    assert capsys.readouterr().out.count(f"no names of messages of the role {role}") == 1
-
-
 def test_behind_the_budget_comes_a_text_that_is_not_sampled():
     script = Script(max_calls=1)
     said = talk(script, ([HELLO], False), ([HELLO, 0, HELLO], False))
@@ -271,7 +261,7 @@ def program(tmp_path_factory) -> Path:
     return file
 
 
-def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, Ended | Failure]:
+def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, dict | Failure]:
     """The ends of programs, whose requests are answered."""
     rows, ends = {job.row for job in jobs}, {}
     host.tokenizer = load_tokenizer(ROOT / "models/tiny")
@@ -303,8 +293,8 @@ def test_a_program_costs_its_own_episode_alone(program):
         if isinstance(expected, str):
             assert isinstance(found, Failure) and expected in found.reason, (kind, found)
         else:
-            assert isinstance(found, Ended), (kind, found)
-            assert found.rewards.get("return", {}) == expected, (kind, found)
+            assert isinstance(found, dict), (kind, found)
+            assert found.get("return", {}) == expected, (kind, found)
     assert not running(mark), "no process is left"
     assert not running(str(program))
 
@@ -314,7 +304,7 @@ def test_a_command_gets_its_row_and_its_endpoint(program):
     command = f'cd {program.parent} && {sys.executable} -c "{script}"'
     with AgentHost(AgentSettings(command, timeout=30.0)) as host:
         ends = play(host, [AgentJob(7, {"x": 0.25}, seed=1)])
-    assert ends[7] == Ended({"calls": 1.0, "forks": 0.0, "auxiliary": 0.0, "correct_answer": 0.0, "return": 0.25})
+    assert ends[7] == {"calls": 1.0, "forks": 0.0, "auxiliary": 0.0, "correct_answer": 0.0, "return": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -423,5 +413,5 @@ def test_bytes_of_any_kind_are_answered_or_refused(program):
         cut.putheader("Content-Length", "100")
         cut.endheaders(b"{")  # the rest never comes
         ends = play(host, [AgentJob(0, {"kind": "is paid"}, 0)])
-        assert ends[0].rewards["return"] == 0.5, "others are answered meanwhile"
+        assert ends[0]["return"] == 0.5, "others are answered meanwhile"
         assert threading.active_count() < 50

@@ -161,7 +161,8 @@ def test_a_request_is_read_whole():
     })  # fmt: skip
     assert [m.as_template("") for m in request.messages] == [{"role": "system", "content": "a"}, HELLO]
     assert (request.limit, request.stop, request.n, request.seed) == (40, ["END"], 2, 7)
-    assert (request.num_top, request.return_token_ids, request.thinking) == (3, True, False)
+    assert (request.num_top, request.return_token_ids) == (3, True)
+    assert request.chat_template_kwargs == {"enable_thinking": False}
     assert request.schemas == [TOOL], "as they were sent"
     assert asking(tools=[TOOL], tool_choice="none").schemas == []
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

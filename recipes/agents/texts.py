@@ -9,20 +9,29 @@ from functools import lru_cache
 from typing import Any
 
 from envs.base import Problem
-from models.tokenizer import TURN, UNREAD, Tokenizer
+from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
 
 def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """Returns the tokens of a conversation, without thoughts of earlier replies if the template does not take them.
+    """Returns the tokens of a conversation, without thoughts of earlier replies and names if the template hides them.
 
     Raises: UserError as `Tokenizer.chat`.
     """
-    messages, *style = problem.messages, problem.thinking, "", problem.plain, problem.tools
-    thoughtless = [{key: x for key, x in message.items() if key != "reasoning_content"} for message in messages]
-    with contextlib.suppress(UserError):
-        return tokenizer.chat(messages, *style)
-    return tokenizer.chat(thoughtless, *style)
+    for hidden in ((), ("reasoning_content",), ("name",), ("reasoning_content", "name")):
+        messages = [{key: x for key, x in said.items() if key not in hidden} for said in problem.messages]
+        with contextlib.suppress(UserError):
+            ids = tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+            if "name" in hidden:
+                remark("the chat template shows no names of messages: they are left out")
+            return ids
+    return tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+
+
+@lru_cache
+def remark(text: str) -> None:
+    """Prints a line once."""
+    print(text, flush=True)
 
 
 def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
@@ -51,20 +60,6 @@ def joint_of_parts(tokenizer: Tokenizer, _template: str) -> str:
         if is_shown and is_next and "'" not in between and '"' not in between:
             return between
     return "\n"
-
-
-@lru_cache(maxsize=64)
-def shows_name(tokenizer: Tokenizer, _template: str, role: str) -> bool:
-    """True if the chat template shows the `name` of a message of this role; if not, that is printed."""
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-    user = {"role": "user", "content": "1"}
-    before = {"assistant": [user], "tool": [user, UNREAD | {"tool_calls": [call]}]}.get(role, [])
-    said = [*before, {"role": role, "content": "1", "name": TURN}, *[user] * (role == "system")]
-    with contextlib.suppress(UserError):
-        if tokenizer.render(said, None, is_open=False).count(TURN) > (role == "tool"):
-            return True
-    print(f"the chat template shows no names of messages of the role {role}: they are left out", flush=True)
-    return False
 
 
 def token_bytes(tokenizer: Tokenizer, number: int) -> bytes:
