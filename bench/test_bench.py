@@ -36,7 +36,6 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "ab": f"--dir FOLDER --seeds 3 --a= --b=--lr=1e-3 --config configs/demo.py {TINY_RUN} --num_eval_tasks 4",
     "agents": "--env countdown --model_dir models/tiny --groups 2 --samples 2 --slots 4 --tokens 16",
     "bitwise": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --dtypes float32 --rows 64 --num_generation_tokens 8",
-    "clients": "rewards",
     "compile": "--models tiny --rows 4 --columns 32",
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
     "credit": "--dir FOLDER --seed 0 --steps 0 --problems 2 --groups 8 --group_size 4",
@@ -45,6 +44,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "endpoint": "",
     "families": "--num_models 1",
     "forgetting": "--dir FOLDER --short",
+    "gyms": "",
     "greedy": "FOLDER/samples.jsonl --limit 8",
     "grpo_step": f"{SHAPE} {ROWS}",
     "minimal_compiled": "",
@@ -71,11 +71,11 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "turns": "--peers= --turns 1 --step_turns= --group_size 2 --num_generation_tokens 4 --repeats 1 --shape tiny",
 }
 NEEDS = {  # packages that are not installed for tests
-    "clients": ("trl",),
     "compiled": ("libtpu",),
     "endpoint": ("openai", "smolagents", "minisweagent"),
     "families": ("torch",),
     "greedy": ("torch",),
+    "gyms": ("gem", "textarena", "gymnasium", "skyrl_gym", "openenv"),
     "minimal_compiled": ("jax_plugins",),
     "trl_grpo": ("torch", "trl", "peft"),
     "trl_losses": ("torch", "trl"),

@@ -77,11 +77,11 @@ class AgentHost(Endpoint):
         for job in jobs:
             self.server.call(self.start, job, spare)
 
-    def answer(self, row: int, asked: Asked, sampled: Sampled) -> None:
+    def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:
         """Gives a row its reply; its program owes what follows."""
         with self.has_changed:
             self.computing.add(row)
-        super().answer(row, asked, sampled)
+        super().answer(row, asked, outcome)
 
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
@@ -126,7 +126,7 @@ class AgentHost(Endpoint):
         finally:
             del self.runs[run.session.key]
             dialogues = self.dialogues_of(run.session)
-            self.refuse_rows([each.row for each in dialogues], "the session has ended")
+            self.refuse([each.row for each in dialogues], "the session has ended")
             self.auxiliary |= {each.row for each in dialogues if each.is_auxiliary}
             for row in {each.row for each in dialogues} - {run.job.row}:
                 self.publish(row, {})

@@ -30,6 +30,7 @@ from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.host import AgentHost, AgentJob
 from recipes.agents.protocol import THINK, Sampled
+from recipes.agents.server import BadRequest
 from recipes.agents.sessions import FULL, Asked, Endpoint, Rewards
 from recipes.agents.texts import chat_prompt, check_forged
 from utils.batching import concatenate, select_rows
@@ -337,7 +338,7 @@ class AgentConversations(Conversations):
         try:
             return self.opening(row, outcome) if outcome.is_new else self.continued(row, outcome)
         except UserError as error:  # the chat template does not take these messages
-            self.host.deny(outcome, str(error))
+            self.host.answer(row, outcome, BadRequest(str(error)))
             return None
 
     def opening(self, row: int, asked: Asked) -> Observation:

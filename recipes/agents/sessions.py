@@ -90,7 +90,7 @@ RowOutcome = Asked | Rewards | Failure
 class Endpoint:
     """Conversations of sessions, and what their rows ask for. `take_row` gives a conversation its row.
 
-    `take`, `answer`, `deny` and `close` are called by the thread that samples; all else happens in the server's thread.
+    `take`, `answer` and `close` are called by the thread that samples; all else happens in the server's thread.
     """
 
     tokenizer: Tokenizer
@@ -124,18 +124,14 @@ class Endpoint:
             patience.wait(self.has_changed, num_come, lambda: not self.computing & rows)
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
-    def answer(self, row: int, asked: Asked, sampled: Sampled) -> None:
-        """Gives a request its reply."""
-        self.server.call(self.reply, asked, sampled)
-
-    def deny(self, asked: Asked, reason: str) -> None:
-        """Refuses what a row asks."""
-        self.server.call(self.refuse, asked, reason)
+    def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:
+        """Gives a request its reply, or refuses it."""
+        self.server.call(self.settle, asked, outcome)
 
     def close(self, rows: Sequence[int]) -> None:
         """Refuses all that is asked of these rows from now on: their context is full."""
         self.closed.update(rows)
-        self.server.call(self.refuse_rows, rows, FULL)
+        self.server.call(self.refuse, rows, FULL)
 
     # In the server's thread
 
@@ -161,7 +157,7 @@ class Endpoint:
         self.dialogues[dialogue.row] = self.dialogues.pop(dialogue.row)
         self.pending[dialogue.row] = asked
         if dialogue.row in self.closed:
-            self.refuse(asked, FULL)
+            self.settle(asked, BadRequest(FULL))
         else:
             self.publish(dialogue.row, asked)
 
@@ -171,18 +167,14 @@ class Endpoint:
             self.computing.discard(row)
             self.has_changed.notify_all()
 
-    def reply(self, asked: Asked, sampled: Sampled) -> None:
-        """Gives the reply to the request that waits for it."""
+    def settle(self, asked: Asked, outcome: Sampled | BadRequest) -> None:
+        """Ends the wait of a request, unless its client has left."""
         if not asked.reply.done():
-            asked.reply.set_result(sampled)
+            (asked.reply.set_exception if isinstance(outcome, BadRequest) else asked.reply.set_result)(outcome)
 
-    def refuse(self, asked: Asked, reason: str) -> None:
-        if not asked.reply.done():
-            asked.reply.set_exception(BadRequest(reason))
-
-    def refuse_rows(self, rows: Sequence[int], reason: str) -> None:
+    def refuse(self, rows: Sequence[int], reason: str) -> None:
         for row in self.pending.keys() & {*rows}:
-            self.refuse(self.pending[row], reason)
+            self.settle(self.pending[row], BadRequest(reason))
 
     def find(self, session: Session, request: Request, messages: Sequence[Message]) -> Dialogue:
         """Returns the conversation that a request continues, the longest one, or a new one."""
@@ -233,11 +225,13 @@ class Endpoint:
             finally:
                 del self.pending[dialogue.row]
             dialogue.has_replied = True
-            if prompt or not sampled.is_whole:
-                dialogue.said = []
-            else:
+            if prompt:
+                del self.dialogues[dialogue.row]  # nothing continues it
+            elif sampled.is_whole:
                 message = SentMessage.read(reply_message(request, sampled, self.dialect))
                 dialogue.said = [*messages, message.as_template("")]
+            else:
+                dialogue.said = []
         return sampled
 
     async def samples(

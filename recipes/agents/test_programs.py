@@ -65,7 +65,7 @@ class Script(Endpoint):
         super().ask(dialogue, asked)
         self.asked.append((dialogue.row, asked))
         reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,), is_whole=self.is_whole)
-        asyncio.get_running_loop().call_soon(self.reply, asked, reply)
+        asyncio.get_running_loop().call_soon(self.settle, asked, reply)
 
 
 def talk(script: Script, *requests: tuple) -> list[dict]:
@@ -143,7 +143,7 @@ def test_choices_are_samples_of_their_own():
 def test_requests_beyond_the_rows_wait_in_their_order():
     script = Script(num_places=2)
     held = []
-    script.reply = lambda asked, sampled: held.append(asked)
+    script.settle = lambda asked, sampled: held.append(asked)
 
     async def run():
         sent = [ChatRequest.read({"messages": [HELLO], "max_tokens": i}) for i in range(1, 6)]

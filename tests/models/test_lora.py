@@ -156,7 +156,7 @@ def assert_targets(folder: Path, stored: Iterable[str], others: Iterable[str]) -
 @pytest.mark.parametrize("base", WRAPPED)
 @pytest.mark.parametrize("part", ["", "q_proj"], ids=["all matrices", "some of them"])
 def test_adapters_of_a_model_with_images_have_names_of_peft(base, part, tmp_path, capsys):
-    """As bench/clients_peft.py shows with peft itself, also from here on: its names are read, too."""
+    """Names of adapters as peft and we write them."""
     texts, images = WRAPPED[base]
     model, _, adapters, tokenizer = load(base)
     kept = {name: np.full(x.shape, 0.1 if part in name else 0, np.float32) for name, x in adapters.items()}
