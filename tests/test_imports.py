@@ -62,7 +62,7 @@ LAW = {
     "recipes.games.preset": ("configs",),
     "recipes.preferences": ("recipes.preferences", "core", "envs", *BELOW),
     "recipes.agents": ("recipes.agents", "core", "envs", *BELOW),
-    "recipes.agents.agent": ("recipes.agents.keeper", "recipes.agents.server", "envs", *TASKS),
+    "recipes.agents.agent": ("recipes.agents.keeper", "envs", *TASKS),
     "recipes.agents.keeper": ("envs", *TASKS),  # a process that does not start JAX, as that of the environment
     "recipes.agents.server": TASKS,
     "recipes.agents.preset": ("recipes.games",),

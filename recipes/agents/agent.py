@@ -7,6 +7,7 @@ a number, an object of parts, or null if it has none. If that line is not JSON, 
 or the column `answer`. `--agent FILE.py:FUNCTION` calls a function with the row instead.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from envs.base import TURN_DIALECTS, OwnRollouts, Problem, check_choice
@@ -14,8 +15,15 @@ from envs.own.adapters import Played
 from envs.own.dataset import Dataset
 from envs.own_code import code_files
 from recipes.agents.keeper import is_function
-from recipes.agents.server import check_packages
 from utils.settings.errors import UserError
+
+PACKAGES = ("starlette", "uvicorn", "pydantic")
+
+
+def check_packages(what: str) -> None:
+    """Raises UserError with the line that installs missing packages."""
+    if any(find_spec(name) is None for name in PACKAGES):
+        raise UserError(f"{what} needs more packages: `pip install {' '.join(PACKAGES)}`")
 
 
 class AgentSettings(NamedTuple):

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
-    from recipes.agents.server import check_packages
+    from recipes.agents.agent import check_packages
     from utils.settings.errors import user_errors
 
     with user_errors():
@@ -176,7 +176,7 @@ class ModelEndpoint(Endpoint):
 
         With `echo` the prompt has some too, and all are of the softmax at temperature 1.
         """
-        if request.num_top <= 0 and not request.echo:
+        if request.num_top < (0 if request.echo else 1):
             return sampled
         row = [*sampled.prompt_ids, *sampled.ids]
         tokens = np.zeros((1, bucket(len(row))), np.int32)

@@ -10,33 +10,22 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
-from utils.settings.errors import UserError
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.requests import ClientDisconnect
-    from starlette.requests import Request as HTTPRequest
-    from starlette.responses import JSONResponse, StreamingResponse
-    from starlette.routing import Route
-except ImportError:  # `check_packages` says what to install
-    HTTPRequest = JSONResponse = StreamingResponse = Any
+from utils.settings.errors import UserError
 
 JSON = Any
 Answer = JSON | AsyncIterator[str]  # JSON, or the events of a stream
 PathHandler = Callable[[JSON, "Caller"], Awaitable[Answer]]
 MAX_BYTES = 2 * 10**6  # of a request: encoding that many characters takes seconds
-PACKAGES = ("starlette", "uvicorn", "pydantic")
 NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-
-def check_packages(what: str) -> None:
-    """Raises UserError with the line that installs missing packages."""
-    if any(find_spec(name) is None for name in PACKAGES):
-        raise UserError(f"{what} needs more packages: `pip install {' '.join(PACKAGES)}`")
 
 
 class BadRequest(ValueError):
@@ -63,7 +52,6 @@ class Server:
     def __init__(
         self, handlers: Mapping[str, PathHandler], host: str = "127.0.0.1", port: int = 0, stops_work: bool = False
     ):
-        check_packages("an endpoint")
         self.handlers, self.stops_work = handlers, stops_work
         self.names = {*NAMES, host}
         self.is_public = host not in NAMES

@@ -223,7 +223,8 @@ class Endpoint:
                 session.refused = str(error)
                 raise
             finally:
-                del self.pending[dialogue.row]
+                if self.pending.get(dialogue.row) is asked:  # another rollout may have the row by now
+                    del self.pending[dialogue.row]
             dialogue.has_replied = True
             if prompt:
                 del self.dialogues[dialogue.row]  # nothing continues it

@@ -1,13 +1,12 @@
 """The endpoint without a model: what requests ask for or are refused, which continue, and how programs end."""
 
 import asyncio
-import contextlib
 import http.client
+import io
 import json
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -110,19 +109,15 @@ def test_a_request_continues_behind_the_replies_as_they_were_returned():
         ({"temperature": 0.5, "max_tokens": 3, "stop": "x", "seed": 1, "logprobs": True}, False),
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, True),
-        ({"n": 2}, True),
+        ({"n": 2}, True),  # choices are samples of their own
     ],
 )
 def test_a_turn_is_what_the_client_sent(fields, is_new):
-    script = Script()
-    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False, fields))
-    assert {asked.is_new for _, asked in script.asked[1:]} == {is_new}
-
-
-def test_a_reply_that_no_row_holds_is_not_continued():
-    script = Script(is_whole=False)
-    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False))
-    assert [asked.is_new for _, asked in script.asked] == [True, True]
+    for is_whole in (True, False):  # a reply that no row holds is not continued
+        script = Script(is_whole=is_whole)
+        talk(script, ([HELLO], False), ([HELLO, 0, MORE], False, fields))
+        assert {asked.is_new for _, asked in script.asked[1:]} == {is_new or not is_whole}
+        assert [asked.index for _, asked in script.asked[1:]] == [*range(fields.get("n", 1))]
 
 
 def test_a_retry_gets_the_answer_of_the_one_equal_request():
@@ -132,12 +127,6 @@ def test_a_retry_gets_the_answer_of_the_one_equal_request():
     assert (len(script.asked), script.session.num_calls) == (3, 3)
     again = talk(script, ([HELLO], True))
     assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
-
-
-def test_choices_are_samples_of_their_own():
-    script = Script()
-    talk(script, ([HELLO], False, {"n": 3}))
-    assert [(row, asked.index) for row, asked in script.asked] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_requests_beyond_the_rows_wait_in_their_order():
@@ -308,12 +297,9 @@ def test_a_command_gets_its_row_and_its_endpoint(program):
 
 
 @pytest.mark.parametrize(
-    ("agent", "reason"),
-    [("agent.py:absent", "has no function absent"), ("absent.py:play", "absent.py"), ("agent.py:play,ask", "play")],
+    ("agent", "reason"), [("agent.py:absent", "no function absent"), ("absent.py:play", "absent.py")]
 )
 def test_a_function_that_is_not_there_is_found_at_the_start(program, agent, reason):
-    if agent == "agent.py:play,ask":  # no name of a function: a command, which fails when it runs
-        return
     with pytest.raises(UserError, match=reason), AgentHost(AgentSettings(str(program.parent / agent))):
         pass
 
@@ -328,15 +314,9 @@ def test_functions_fill_the_slots_of_the_sampler(command, given, per_core):
 
 
 def test_the_server_leaves_the_handlers_of_other_logs_open():
-    class Handler(logging.Handler):
-        is_open = True
-
-        def close(self):
-            self.is_open = False
-
-    handler = Handler()
+    handler = logging.StreamHandler(io.StringIO())
     with Server({}):
-        assert handler.is_open
+        assert handler in [each() for each in logging._handlerList], "closing takes it off this list"
 
 
 def test_programs_end_with_the_run(program):
@@ -368,50 +348,30 @@ time.sleep(60)
 
 # HTTP
 
-
-def send(port: int, data: bytes, wait: float = 5.0) -> bytes:
-    """What the server answers to bytes."""
-    parts = []
-    with socket.create_connection(("127.0.0.1", port), timeout=wait) as connection, contextlib.suppress(OSError):
-        connection.sendall(data)
-        while part := connection.recv(65536):
-            parts.append(part)
-            if b"\r\n\r\n" in b"".join(parts) and b"}" in part:
-                break
-    return b"".join(parts)
-
-
-def post(body: bytes, **headers: str) -> bytes:
-    named = {"Host": "localhost:1", "Content-Length": str(len(body)), **headers}
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in named.items())
-    return f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode() + body
-
-
-GOOD = json.dumps({"messages": [HELLO]}).encode()
-RAW = {
-    "another host": (post(GOOD, Host="evil.example:80"), b" 400 "),
-    "another site": (post(GOOD, Origin="http://evil.example"), b" 400 "),
-    "no key": (post(GOOD), b" 401 "),
-    "another key": (post(GOOD, Authorization="Bearer another"), b" 401 "),
-    "no JSON": (post(b"{"), b" 400 "),
-    "no method": (b"\0\1\2\r\n\r\n", b" 400 "),
-    "another path": (b"GET /etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 404 "),
-    "another method": (b"PUT /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", b" 405 "),
-    "a long head": (b"GET /v1/models HTTP/1.1\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", b" 400 "),
-    "a long body": (post(b" " * 11_000_000), b" 400 "),
-    "a length that is none": (b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", b" 400 "),
+GOOD = json.dumps({"messages": [HELLO]})
+CHAT = "/v1/chat/completions"
+REQUESTS = {  # method, path, body, a header, status
+    "another host": ("POST", CHAT, GOOD, {"Host": "evil.example:80"}, 400),
+    "another site": ("POST", CHAT, GOOD, {"Origin": "http://evil.example"}, 400),
+    "no key": ("POST", CHAT, GOOD, {}, 401),
+    "another key": ("POST", CHAT, GOOD, {"Authorization": "Bearer another"}, 401),
+    "no JSON": ("POST", CHAT, "{", {}, 400),
+    "another path": ("GET", "/etc/passwd", None, {}, 404),
+    "another method": ("PUT", "/v1/models", "", {}, 405),
+    "a long body": ("POST", CHAT, " " * 2_100_000, {}, 400),
 }
 
 
-def test_bytes_of_any_kind_are_answered_or_refused(program):
+def test_requests_of_others_are_refused_and_hold_nobody_up(program):
     with AgentHost(AgentSettings(f"{program}:play")) as host:
-        for name, (data, status) in RAW.items():
-            answer = send(host.server.port, data)
-            assert status in answer or (not answer and "long" in name), (name, answer)
+        for name, (method, path, body, headers, status) in REQUESTS.items():
+            connection = http.client.HTTPConnection("127.0.0.1", host.server.port, timeout=10)
+            connection.request(method, path, body, headers)
+            assert connection.getresponse().status == status, name
         cut = http.client.HTTPConnection("127.0.0.1", host.server.port)
-        cut.putrequest("POST", "/v1/chat/completions")
+        cut.putrequest("POST", CHAT)
         cut.putheader("Content-Length", "100")
         cut.endheaders(b"{")  # the rest never comes
         ends = play(host, [AgentJob(0, {"kind": "is paid"}, 0)])
-        assert ends[0]["return"] == 0.5, "others are answered meanwhile"
+        assert ends[0]["return"] == 0.5
         assert threading.active_count() < 50
