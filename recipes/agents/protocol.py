@@ -293,6 +293,7 @@ def reply_message(request: ChatRequest, sampled: Sampled, dialect: Dialect, is_p
             text = text.partition(dialect.opening)[0].rstrip() if dialect.opening else ""
     message = {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {})
     if calls:
+        message["content"] = text or None  # as OpenAI's endpoint
         number = len(sampled.prompt_ids)  # makes ids of a conversation differ; Mistral's template wants 9 characters
         message["tool_calls"] = [
             {
@@ -368,7 +369,7 @@ def changes(before: Mapping[str, JSON], choice: Mapping[str, JSON]) -> dict[str,
         text = choice["text"][len(before.get("text", "")) :]
         return rest | {"text": text} if text or choice["finish_reason"] else {}
     old, message = before.get("message", {}), choice["message"]
-    delta = {key: message.get(key, "")[len(old.get(key) or "") :] for key in ("reasoning_content", "content")}
+    delta = {key: (message.get(key) or "")[len(old.get(key) or "") :] for key in ("reasoning_content", "content")}
     delta = {key: x for key, x in delta.items() if x}
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(calls)]
