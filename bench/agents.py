@@ -42,7 +42,7 @@ from models.checkpoint import load_model
 from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
-from recipes.agents.protocol import ChatRequest, Sampled, SentMessage, reply_message
+from recipes.agents.protocol import ChatRequest, Sampled, reply_message, template_message
 from utils.devices.sharding import single_device
 from utils.threefry import make_key
 
@@ -222,8 +222,7 @@ def with_calls(tokenizer: Tokenizer, ids: Sequence[int], text: str, dialect: Dia
     calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
     tool = {"type": "function", "function": {"name": "any"}}
     request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], "tools": [tool]})
-    message = reply_message(request, Sampled(Reply(text, calls)), dialect)
-    return SentMessage.read(message).as_template("")
+    return template_message(reply_message(request, Sampled(Reply(text, calls)), dialect), "")
 
 
 def main() -> None:

@@ -14,14 +14,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from envs.base import Dialect, Reply
 from envs.data.rows import JSON
 from envs.tools.calls import CallError, parse_call
-from recipes.agents.server import BadRequest, read_json
+from models.messages import readable
+from recipes.agents.server import BadRequest
+from utils.settings.errors import UserError, describe_error
 
 MAX_STOPS, MAX_TOP = 16, 20
+ROLES = ("system", "developer", "user", "assistant", "tool")
 THINK = "<think>", "</think>"
 LABELS = (  # fields that change no token
     "model", "user", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "extra_headers", "priority", "cache_salt", "request_id", "provider_specific_fields",
-    "annotations", "index",
+    "annotations", "refusal",
 )  # fmt: skip
 NEUTRAL = {  # fields that may only have the value that changes nothing
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "logit_bias": {},
@@ -86,50 +89,6 @@ def listed(value: JSON) -> JSON:
     return [value] if is_one else value
 
 
-def parts_of(content: JSON) -> JSON:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def parsed(arguments: JSON) -> JSON:
-    return read_json(arguments.encode() or b"{}") if isinstance(arguments, str) else arguments
-
-
-class Part(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Strict):
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(parsed)]
-
-
-class Call(Strict):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class SentMessage(Strict):
-    """A message as clients send it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(parts_of)] = []
-    name: str = ""
-    tool_call_id: str = ""
-    tool_calls: list[Call] = []
-    reasoning_content: str = ""
-    reasoning: str = ""  # the same, as OpenRouter and newer vLLM name it
-
-    def as_template(self, joint: str) -> Message:
-        """Returns the message as chat templates read it, its parts joined by `joint`."""
-        message = self.model_dump(include={"tool_calls", "tool_call_id", "name"})
-        if self.role == "assistant":  # its row holds no name
-            message |= {"reasoning_content": self.reasoning_content or self.reasoning, "name": ""}
-        role, content = "system" if self.role == "developer" else self.role, [part.text for part in self.content]
-        return {"role": role, "content": joint.join(content)} | {key: x for key, x in message.items() if x}
-
-
 class Function(Strict):
     name: str
     description: str = ""
@@ -183,7 +142,7 @@ class ChatRequest(Request):
     free: ClassVar[Sequence[str]] = (  # fields that may change while a conversation continues in its row
         *Request.model_fields, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls",
     )  # fmt: skip
-    messages: list[SentMessage] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] = "auto"
     parallel_tool_calls: bool = True
@@ -198,7 +157,7 @@ class ChatRequest(Request):
             raise BadRequest("top_logprobs is given without logprobs: true", "top_logprobs")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest("tool_choice is required, and there are no tools", "tool_choice")
-        if self.messages[-1].role == "assistant":
+        if self.messages[-1].get("role") == "assistant":
             raise BadRequest("messages ends with a reply of the assistant: add a message that it answers", "messages")
         return self
 
@@ -258,6 +217,31 @@ class GenerateRequest(CompletionRequest):
             raise BadRequest("sampling_params is not an object", "sampling_params")
         rest = {key: x for key, x in given.items() if key != "sampling_params"}
         return params | rest | {"token_ids": [given["token_ids"]] if given.get("token_ids") else None}
+
+
+def template_message(sent: Mapping[str, JSON], joint: str) -> Message:
+    """Returns a message as chat templates read it, its parts of text joined by `joint`. Raises: BadRequest."""
+    message = {key: x for key, x in sent.items() if x not in (None, [], {}) and key not in LABELS}
+    role, content, thoughts = message.get("role"), message.get("content", ""), message.pop("reasoning", "")
+    try:
+        if role not in ROLES:
+            raise UserError(f"a message has the role {shown(role)}: write {', '.join(ROLES)}")
+        if isinstance(content, list):  # parts
+            if any(part["type"] != "text" for part in content):
+                raise UserError(f"a message has the parts {shown(content)}: only text is supported")
+            content = joint.join(part["text"] for part in content)
+        message |= {"role": "system" if role == "developer" else role, "content": content}
+        if role == "assistant":  # thoughts as vLLM, or as OpenRouter names them; the row of a reply holds no name
+            message |= {"reasoning_content": message.get("reasoning_content", thoughts) or None, "name": None}
+        message = readable(message)
+        for call in message.get("tool_calls", []):
+            call |= {"type": "function"}
+            call.pop("index", None)
+        json.dumps(message, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        return message
+    except (UserError, ValueError, RecursionError, TypeError, LookupError) as error:
+        reason = str(error) if isinstance(error, UserError) else describe_error(error)
+        raise BadRequest(f"messages cannot be read: {reason}", "messages") from error
 
 
 def shown(value: object) -> str:

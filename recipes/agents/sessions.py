@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -25,11 +25,11 @@ from recipes.agents.protocol import (
     Message,
     Request,
     Sampled,
-    SentMessage,
     changes,
     chat_logprobs,
     reply_message,
     settled,
+    template_message,
     text_logprobs,
     usage,
 )
@@ -39,6 +39,7 @@ from recipes.agents.texts import joint_of_parts, texts_of, token_bytes
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."
 MAX_ANSWERS = 512  # that are kept for clients that ask again
+OnTokens = Callable[..., None] | None
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Asked:
     index: int  # of the choice among those of its request
     is_new: bool  # a conversation begins
     reply: asyncio.Future[Sampled]
-    on_tokens: partial | None = None  # gets the reply while it is sampled
+    on_tokens: OnTokens = None  # gets the reply while it is sampled
     prompt: Sequence[int] = ()  # of a completion
     distribution: object = None  # that the request names; None: the sampler's
     has_left: bool = False  # nobody waits for the reply
@@ -187,7 +188,7 @@ class Endpoint:
         return self.dialogues[row]
 
     async def sample(
-        self, session: Session, request: Request, prompt: Sequence[int], index: int, on_tokens: partial | None
+        self, session: Session, request: Request, prompt: Sequence[int], index: int, on_tokens: OnTokens
     ) -> Sampled:
         """Returns sample `index` of a request: of its messages, or of a prompt. Raises: BadRequest."""
         session.num_calls += 1
@@ -198,7 +199,7 @@ class Endpoint:
         distribution = self.distribution_of(request)
         async with self.queue:
             joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
-            messages = [] if prompt else [message.as_template(joint) for message in request.messages]
+            messages = [] if prompt else [template_message(message, joint) for message in request.messages]
             dialogue = self.find(session, request, messages)
             start, dialogue.fixed = len(dialogue.said), "" if prompt else request.fixed
             dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
@@ -208,7 +209,7 @@ class Endpoint:
                 index,
                 is_new=not start,
                 reply=asyncio.get_running_loop().create_future(),
-                on_tokens=on_tokens and partial(on_tokens, index),
+                on_tokens=on_tokens,
                 prompt=prompt,
                 distribution=distribution,
             )
@@ -229,24 +230,26 @@ class Endpoint:
             if prompt:
                 del self.dialogues[dialogue.row]  # nothing continues it
             elif sampled.is_whole:
-                message = SentMessage.read(reply_message(request, sampled, self.dialect))
-                dialogue.said = [*messages, message.as_template("")]
+                message = reply_message(request, sampled, self.dialect)
+                dialogue.said = [*messages, template_message(message, "")]
             else:
                 dialogue.said = []
         return sampled
 
     async def samples(
-        self, caller: Caller, request: Request, prompt: Sequence[int] = (), on_tokens: partial | None = None
+        self, caller: Caller, request: Request, prompts: Sequence[Sequence[int]] = ((),), on_tokens: OnTokens = None
     ) -> Sequence[Sampled]:
-        """Returns a reply for each choice; a client that asks again gets the answer of the one equal request."""
+        """Returns n replies for each prompt; a client that asks again gets the answer of the one equal request."""
         session = self.session_of(caller)
-        key = session.key, f"{[*prompt]} {request.model_dump_json()}"
+        key = session.key, f"{prompts} {request.model_dump_json()}"
         known = [x for x in self.answers.get(key, []) if not (x.done() and (x.cancelled() or x.exception()))]
         if caller.is_retry and len(known) == 1:
             await asyncio.wait(known)
             if not known[0].cancelled():
                 return known[0].result()
-        work = asyncio.gather(*[self.sample(session, request, prompt, i, on_tokens) for i in range(request.n)])
+        numbered = enumerate((prompt, index) for prompt in prompts for index in range(request.n))
+        tells = [(prompt, index, on_tokens and partial(on_tokens, place)) for place, (prompt, index) in numbered]
+        work = asyncio.gather(*[self.sample(session, request, *each) for each in tells])
         self.answers[key] = [*known, work][-2:]
         if len(self.answers) > MAX_ANSWERS:
             self.answers.popitem(last=False)
@@ -258,20 +261,16 @@ class Endpoint:
         """Yields each reply with its index: the beginnings of one that is streamed, and the whole one, True."""
         grown: asyncio.Queue[tuple[int, Sampled] | None] = asyncio.Queue()
 
-        def on_tokens(first: int, index: int, sampled: Sampled) -> None:
-            grown.put_nowait((first + index, sampled))
+        def on_tokens(place: int, sampled: Sampled) -> None:
+            grown.put_nowait((place, sampled))
 
-        firsts = [request.n * number if request.stream else None for number in range(len(prompts))]
-        work = asyncio.gather(*[
-            self.samples(caller, request, prompt, None if first is None else partial(on_tokens, first))
-            for first, prompt in zip(firsts, prompts, strict=True)
-        ])  # fmt: skip
+        work = asyncio.ensure_future(self.samples(caller, request, prompts, on_tokens if request.stream else None))
         work.add_done_callback(lambda _: grown.put_nowait(None))
         try:
             while found := await grown.get():
                 yield *found, False
-            for index, sampled in enumerate(sum(map(list, await work), [])):
-                yield index, await self.with_top(request, sampled), True
+            for place, sampled in enumerate(await work):
+                yield place, await self.with_top(request, sampled), True
         finally:
             work.cancel()
 

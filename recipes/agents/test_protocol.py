@@ -25,11 +25,11 @@ from recipes.agents.protocol import (  # noqa: E402
     CompletionRequest,
     GenerateRequest,
     Sampled,
-    SentMessage,
     changes,
     chat_logprobs,
     reply_message,
     settled,
+    template_message,
     text_logprobs,
     usage,
 )
@@ -83,9 +83,13 @@ REFUSED_BODIES = [  # body and the field that is named
     ({"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages"),
     ({"messages": [HELLO, {"role": "assistant", "content": "a"}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+    *[({"messages": [{"role": "assistant", "tool_calls": calls}, HELLO]}, "messages") for calls in (
+        5, [5], [{}], [{"function": {"name": "f", "arguments": "5"}}], [{"function": {"name": 5, "arguments": "{}"}}],
+        [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}], [{"function": {"name": "f", "arguments": "{"}}],
+    )],
     ({"tools": "add"}, "tools"),
     ({"tools": [{"name": "add"}]}, "tools"),
     ({"tools": [{"type": "custom", "custom": {"name": "add"}}]}, "tools"),
@@ -131,7 +135,8 @@ REFUSED_BODIES = [  # body and the field that is named
 @pytest.mark.parametrize(("body", "field"), REFUSED_BODIES, ids=[str(i) for i in range(len(REFUSED_BODIES))])
 def test_what_cannot_be_done_is_refused_by_name(body, field):
     with pytest.raises(BadRequest) as error:
-        ChatRequest.read(body if "messages" in body or not body else {"messages": [HELLO], **body})
+        request = ChatRequest.read(body if "messages" in body or not body else {"messages": [HELLO], **body})
+        [template_message(message, "") for message in request.messages]
     assert error.value.field == field
     assert field in str(error.value)
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
@@ -158,14 +163,14 @@ def test_a_request_is_read_whole():
         "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me", "audio": None,
         "chat_template_kwargs": {"enable_thinking": False},
     })  # fmt: skip
-    assert [m.as_template("") for m in request.messages] == [{"role": "system", "content": "a"}, HELLO]
+    assert [template_message(m, "") for m in request.messages] == [{"role": "system", "content": "a"}, HELLO]
     assert (request.limit, request.stop, request.n, request.seed) == (40, ["END"], 2, 7)
     assert (request.num_top, request.return_token_ids) == (3, True)
     assert request.chat_template_kwargs == {"enable_thinking": False}
     assert request.schemas == [TOOL], "as they were sent"
     assert asking(tools=[TOOL], tool_choice="none").schemas == []
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert SentMessage.read({"role": "user", "content": parts}).as_template("|")["content"] == "a|b"
+    assert template_message({"role": "user", "content": parts}, "|")["content"] == "a|b"
     fixed = asking(tools=[TOOL], chat_template_kwargs={"enable_thinking": False}).fixed
     assert request.fixed == fixed, "other fields may change while a conversation continues in its row"
     for other in ({"tools": []}, {"tool_choice": "none"}, {"chat_template_kwargs": {"enable_thinking": True}}):
@@ -213,7 +218,7 @@ def test_a_reply_comes_back_as_it_was_sent(dialect, thoughts):
     assert message.get("reasoning_content", "") == thoughts
     assert message["content"] is None, "as OpenAI's: no text beside calls"
     sent = message | {"refusal": None, "annotations": []}
-    assert SentMessage.read(sent).as_template("") == SentMessage.read(message).as_template("")
+    assert template_message(sent, "") == template_message(message, "")
 
 
 def test_only_one_call_is_returned_if_one_is_asked_for():
