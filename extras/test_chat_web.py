@@ -122,7 +122,9 @@ def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server
     assert server.models[0].seen == []
 
 
-def test_a_page_that_does_not_read_holds_nobody_up(server, capsys):
+def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
+    # The test does not wait for seconds.
+    monkeypatch.setattr(web.Handler, "timeout", 0.5)
     def flood(show):
         for size in range(100):
             show("x" * size * 10**5)
