@@ -37,7 +37,7 @@ class BadRequest(ValueError):
 
 
 class Caller(NamedTuple):
-    """Who sent a request."""
+    """The client that sent a request."""
 
     key: str
     is_retry: bool = False

@@ -44,7 +44,7 @@ OnTokens = Callable[..., None] | None
 
 @dataclass(eq=False)
 class Asked:
-    """What a row waits for: messages after those that it has, and how its next reply ends."""
+    """A request of a row: messages after those that it has, and how its next reply ends."""
 
     messages: Sequence[Message]
     request: Request
@@ -155,7 +155,6 @@ class Endpoint:
 
     def ask(self, dialogue: Dialogue, asked: Asked) -> None:
         """Hands a request to the thread that samples."""
-        self.dialogues[dialogue.row] = self.dialogues.pop(dialogue.row)
         self.pending[dialogue.row] = asked
         if dialogue.row in self.closed:
             self.settle(asked, BadRequest(FULL))
@@ -201,40 +200,38 @@ class Endpoint:
             joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
             messages = [] if prompt else [template_message(message, joint) for message in request.messages]
             dialogue = self.find(session, request, messages)
-            start, dialogue.fixed = len(dialogue.said), "" if prompt else request.fixed
-            dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
             asked = Asked(
-                messages[start:],
-                request,
-                index,
-                is_new=not start,
-                reply=asyncio.get_running_loop().create_future(),
-                on_tokens=on_tokens,
-                prompt=prompt,
-                distribution=distribution,
-            )
-            self.ask(dialogue, asked)
-            try:
-                sampled = await asked.reply
-            except asyncio.CancelledError:
-                asked.has_left = dialogue.has_replied = True
-                dialogue.said = []  # the row holds part of a reply
-                raise
-            except BadRequest as error:
-                session.refused = str(error)
-                raise
-            finally:
-                if self.pending.get(dialogue.row) is asked:  # another rollout may have the row by now
-                    del self.pending[dialogue.row]
-            dialogue.has_replied = True
+                messages[len(dialogue.said) :], request, index, is_new=not dialogue.said, on_tokens=on_tokens,
+                prompt=prompt, distribution=distribution, reply=asyncio.get_running_loop().create_future(),
+            )  # fmt: skip
+            dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
+            sampled = await self.reply_to(dialogue, asked)
             if prompt:
                 del self.dialogues[dialogue.row]  # nothing continues it
-            elif sampled.is_whole:
-                message = reply_message(request, sampled, self.dialect)
-                dialogue.said = [*messages, template_message(message, "")]
             else:
-                dialogue.said = []
+                message = template_message(reply_message(request, sampled, self.dialect), "")
+                dialogue.said = [*messages, message] if sampled.is_whole else []
+                dialogue.fixed = request.fixed
         return sampled
+
+    async def reply_to(self, dialogue: Dialogue, asked: Asked) -> Sampled:
+        """Waits for a reply in the row of a conversation. Raises: BadRequest."""
+        self.dialogues[dialogue.row] = self.dialogues.pop(dialogue.row)  # the last used one
+        self.ask(dialogue, asked)
+        try:
+            sampled = await asked.reply
+            dialogue.has_replied = True
+            return sampled
+        except asyncio.CancelledError:
+            asked.has_left = dialogue.has_replied = True
+            dialogue.said = []  # the row holds part of a reply
+            raise
+        except BadRequest as error:
+            dialogue.session.refused = str(error)
+            raise
+        finally:
+            if self.pending.get(dialogue.row) is asked:  # another rollout may have the row by now
+                del self.pending[dialogue.row]
 
     async def samples(
         self, caller: Caller, request: Request, prompts: Sequence[Sequence[int]] = ((),), on_tokens: OnTokens = None
