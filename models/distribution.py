@@ -94,18 +94,19 @@ class Distribution:
 
     def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
         """Samples from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
-        size = self.support_size(logits.shape[-1])
-        top, ids = jax.lax.top_k(logits, size)
-        candidates = top if self.top_k else logits
-        normalizer = jax.nn.logsumexp(candidates, axis=-1, keepdims=True)
-        probs = jnp.exp(top - normalizer)
-        mass_before = jnp.cumsum(probs, axis=-1) - probs
-        keep = mass_before < self.top_p
-        keep &= probs >= self.min_p * probs[:, :1]
-        kept_logits = jnp.where(keep, top, -jnp.inf)
+        kept_logits, ids = self.candidates(logits)
         choice, logprobs = inverse_cdf_sample(kept_logits, uniforms)
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
-        return tokens, logprobs, jnp.where(keep, ids, -1)
+        return tokens, logprobs, jnp.where(jnp.isfinite(kept_logits), ids, -1)
+
+    def candidates(self, logits: Logits) -> tuple[Float[Array, "*R S"], Support]:
+        """Returns the logits of the likeliest ids, -inf for those that cannot be sampled, and the ids."""
+        top, ids = jax.lax.top_k(logits, min(self.top_k or MAX_SUPPORT, logits.shape[-1]))
+        normalizer = jax.nn.logsumexp(top if self.top_k else logits, axis=-1, keepdims=True)
+        probs = jnp.exp(top - normalizer)
+        mass_before = jnp.cumsum(probs, axis=-1) - probs
+        keep = (mass_before < self.top_p) & (probs >= self.min_p * probs[..., :1])
+        return jnp.where(keep, top, -jnp.inf), ids
 
     def outputs(
         self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None

@@ -167,7 +167,7 @@ def target_columns(
     return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), packing.indices + 1)
 
 
-def to_token_columns(outputs: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+def to_token_columns(outputs: Shaped[Array, "S M ..."], packing: Packing | None) -> Shaped[Array, "B T ..."]:
     """Returns the output of each target token in its own column; 0 for tokens that are no targets."""
     if packing is not None:
         outputs = to_rows(outputs, packing)[:, :-1]

@@ -62,14 +62,13 @@ LAW = {
     "recipes.games.preset": ("configs",),
     "recipes.preferences": ("recipes.preferences", "core", "envs", *BELOW),
     "recipes.agents": ("recipes.agents", "core", "envs", *BELOW),
-    "recipes.agents.agent": ("recipes.agents.keeper", "recipes.agents.server", "envs", *TASKS),
+    "recipes.agents.agent": ("recipes.agents.keeper", "envs", *TASKS),
     "recipes.agents.keeper": ("envs", *TASKS),  # a process that does not start JAX, as that of the environment
     "recipes.agents.server": TASKS,
     "recipes.agents.preset": ("recipes.games",),
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
-    "extras.chat_web": ("recipes.agents.server", "extras", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
     "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }
