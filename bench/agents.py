@@ -275,8 +275,8 @@ def main() -> None:
             command = f"{folder}/agent.py:play"
         style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
         worker, weights = worker_of(
-            options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl{style}",
-            agent=command, agent_processes=options.slots,
+            options, "agent", agent=command,
+            env_options=f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl,agent_processes={options.slots}{style}",
         )  # fmt: skip
         with worker:
             agent, seconds = play(worker, weights, range(options.groups), options)

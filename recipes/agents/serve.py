@@ -335,8 +335,8 @@ def score(
 
 def main(config: ServeCommand) -> None:
     """Loads the model, and serves it until Ctrl-C."""
-    layout, serve = make_layout(config.devices, config.model.ckpt_dir), config.serve
-    model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
+    layout, serve = make_layout(config.devices, config.model.model_dir), config.serve
+    model, params, tokenizer = load_last(config.model.model_dir, config, layout)
     context = min(serve.context, model.num_positions)
     serve = replace(serve, context=context)
     sampler = replace(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), max_new_tokens=context)
@@ -349,7 +349,7 @@ def main(config: ServeCommand) -> None:
     sampler = replace(sampler, paging=paging)
     num_rows = min(serve.rows, paging.num_slots)
     scorer = TokenScorer(model, params, tokenizer, distribution, context)
-    name = Path(config.model.ckpt_dir).name
+    name = Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env = Env()
     with (endpoint := ModelEndpoint(serve, name, num_rows, config.model.seed, scorer)).server:
@@ -370,4 +370,4 @@ def main(config: ServeCommand) -> None:
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(ServeCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))
+        main(parse(ServeCommand, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir"}))

@@ -86,6 +86,6 @@ def test_halves_of_intervals_and_large_answers_are_read(files):
     assert intervals({"x_ci": steps, "x_low": steps}, "x") == {}
     assert read_reference(10**400) == str(10**400)
     with damaged(files, "config", 0) as file:
-        file.write_text('{"env_name": "countdown", "test_env_options": "x", "run": {"seconds": 1}}')
-        with pytest.raises(UserError, match=r"is not name=value, .*\(.*config.json sets --test_env_options"):
+        file.write_text('{"env_name": "countdown", "test_env_name": "countdown(x)", "run": {"seconds": 1}}')
+        with pytest.raises(UserError, match=r"is not name=value, .*\(.*config.json sets --test_env_name"):
             KINDS["config"].read(file)

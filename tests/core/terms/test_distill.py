@@ -251,7 +251,7 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
         for other in (
             {},
             {"do_global_normalization": True},
-            {"do_clip_advantages": True},
+            {"negative_advantage_multiplier": 0.0},
         ):
             objective = with_options(CONFIG.objective, advantage=name, **other)
             learner.update(state, compute_advantages(batch, objective), 0.0)
