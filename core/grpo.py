@@ -41,7 +41,7 @@ from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from core.run.report import describe_steps
-from core.run.run import STOPPED, Run, is_due
+from core.run.run import STOPPED, Run
 from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
@@ -65,7 +65,7 @@ Workers = Mapping[str, RolloutWorker]  # by role: "env", "test_env", "test_env.L
 
 def main(config: Config, run_class: type[Run] = Run, rollouts_class: "type[Rollouts] | None" = None) -> None:
     layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
-    environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = run_class(config, layout, environments)  # locks its folder, and checks what it resumes, before models
     # With --lora_rank, `base` is the frozen model, `params` are adapters (models/lora.py): updates change these, and
     # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
@@ -117,8 +117,6 @@ def train(
         # Log, evaluate, save.
         metrics = run.log.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
         metrics |= speed_metrics(learner.layout, episodes, metrics)
-        if is_due(step, config.objective.kl.kl_every):
-            metrics["kl"] = learner.kl_to_reference(rollout_batch(episodes, config))
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         is_last = fraction_done(config, worker, progress) >= 1
         progress = run.end_step(progress, state, metrics, evaluate, is_last, (episodes, batch))

@@ -21,7 +21,7 @@ from core.objectives import LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.terms.critic import value_loss
 from core.terms.ratios import reduce_metrics
-from core.terms.reference import copy_policy, sampled_kl
+from core.terms.reference import copy_policy
 from models.architecture import Decoder
 from models.attention import SKIPPING
 from models.decoder import make_critic, token_outputs
@@ -166,11 +166,6 @@ class Learner:
                 outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # by its own router
                 batch = replace(batch, ref_logprobs=outputs.logprobs)
         return state, batch
-
-    def kl_to_reference(self, batch: Batch) -> float:
-        """Returns an estimate of the KL divergence of the policy that sampled these rows from the reference model."""
-        with self.out_of_memory():
-            return sampled_kl(batch, self.compute_outputs(self.reference, replace(batch, routes=None)).logprobs)
 
     def compute_outputs(self, params: Policy, batch: Batch) -> TokenOutputs:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
@@ -418,7 +413,7 @@ def make_learner(
     if config.memory.offload:
         check_offload(layout.mesh)
     reference = None
-    if objective.kl.has_reference:
+    if objective.kl.kl_coef > 0:
         reference = copy_policy(base, params, model.dtype)
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}

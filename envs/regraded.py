@@ -1,4 +1,4 @@
-"""Replies of an environment graded in a second way: --also_eval of an environment whose form alone differs."""
+"""Replies of an environment graded in a second way: an environment of --test_env_name whose form alone differs."""
 
 from collections.abc import Mapping, Sequence
 

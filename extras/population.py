@@ -250,7 +250,7 @@ def make_member(
     name: str, config: Config, layout: Layout, shared: SharedSampler, first: Member | None = None
 ) -> Member:
     """Returns a member, over the base of the first one if there is one already."""
-    environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = MemberRun(config, layout, environments)
     lora = replace(config.lora, lora_merge="never")
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}

@@ -45,7 +45,7 @@ SENTENCES = {  # command line: what is printed
     "--lr -1": "--lr must not be negative",
     "--groups_per_batch 0": "--groups_per_batch must be at least 1",
     "--do_group_filter maybe": "--do_group_filter is 'maybe': give one of 0, 1, true, false",
-    "--test_interval -1": "--test_interval must not be negative: raise it, or give 0 for evaluations",
+    "--test_interval -1": "--test_interval and --seed must not be negative: raise the one that is",
     "--env_name poem --env_options form=tags": "environment poem has no option 'form': choose one of max_characters",
     "--env_name countdown --env_options numbers=many": "option numbers takes int, not 'many'",
     "--env_name countdown --episode x.py:C": "countdown takes it: leave it out, or give --env_name dataset",

@@ -38,7 +38,7 @@ from utils.settings.options import option
 
 # What may differ from the run that sampled: how it learns, and what it is tested on. Everything else must be equal.
 LEARNING = ("update", "objective", "distill", "optimizer", "lora", "memory", "compute", "devices", "held_out", "eval")
-FREE = ("seed", "max_steps", "num_epochs", "ahead", "rollouts_from")
+FREE = ("seed", "max_steps", "num_epochs", "test_interval", "ahead", "rollouts_from")
 
 
 @dataclass(frozen=True)

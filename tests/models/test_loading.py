@@ -316,8 +316,7 @@ def few_positions(tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_more_tokens_than_positions_end_a_command(name, few_positions, tmp_path):
     main, read, options, what, remedy = COMMANDS[name]
-    model = "ckpt_dir" if name == "chat" else "model_dir"
-    argv = [f"--{model}", str(few_positions), *options.replace("ROWS", f"{tmp_path}/rows.jsonl").split()]
+    argv = ["--model_dir", str(few_positions), *options.replace("ROWS", f"{tmp_path}/rows.jsonl").split()]
     argv += [] if name in ("eval", "chat") else ["--save_dir", str(tmp_path / "run")]
     argv += [] if name == "sft" else ["--num_generation_tokens", "60"]
     line = outcome(lambda: main(read(argv)))

@@ -89,7 +89,7 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path):
     folder = write_run(tmp_path / "run")
     with Logger(folder, resume_step=30) as logger:
         logger.log(31, {"num_updates": updates})
-        options = {"env_options": "path=my rows.jsonl", "test_env_options": "sandbox=off"}
+        options = {"env_options": "path=my rows.jsonl", "test_env_name": f"{env_name}(sandbox=off)" * bool(env_name)}
         settings = {"env_name": env_name, "reward": "r.py:f"} | options
     run = SimpleNamespace(path=folder, model_dir="base", settings=settings)
     verdict, *lines = describe_end(run, Progress(step=31), [])
