@@ -256,8 +256,9 @@ def make_member(
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = MemberRun(config, layout, environments)
     lora = replace(config.lora, lora_merge="never")
-    arguments = config.compute.arguments | {"base": first.learner.base if first else None}
+    arguments = config.compute.arguments
     model, base, adapters, tokenizer = load_policy(run.folder.model_dir, lora, config.seed, layout, **arguments)
+    base = first.learner.base if first else base  # one copy for all
     if model.num_experts and model.adapts_experts:
         raise UserError("members of a population cannot have adapters of experts: train this model in a run of its own")
     tokenizer = first.tokenizer if first else tokenizer

@@ -37,9 +37,9 @@ near = np.testing.assert_allclose
 def load_members(name: str = "models/tiny", number: int = 3):
     """A model, and the weights of members whose adapters move logits."""
     config = LoraConfig(lora_rank=2, lora_merge="never")
-    weights, base = [], None
+    weights = []
     for seed in range(number):
-        model, base, adapters, _ = load_policy(name, config, seed, single_device(), "float32", base=base)
+        model, base, adapters, _ = load_policy(name, config, seed, single_device(), "float32")
         rng = np.random.default_rng(seed)
         for array in [array for array in adapters if array.endswith(LORA_B)]:
             adapters[array] = np.float32(rng.normal(0, 0.01, adapters[array].shape))
