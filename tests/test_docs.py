@@ -49,6 +49,10 @@ def walk() -> list[tuple[str, str, str]]:
     return [(file, line, name) for file, line, _, name in stops]
 
 
+def test_the_front_page_is_short():
+    assert len(read("README.md").splitlines()) <= 150
+
+
 def test_the_walk_has_the_lines_of_today():
     stops = walk()
     assert 0 < len({file for file, _, _ in stops}) <= 10
