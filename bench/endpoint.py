@@ -1,12 +1,11 @@
-"""Published clients at the endpoint: what each does with the answers of a model, or of a script that calls tools.
+"""Published clients at the endpoint: a dialogue of three turns with calls of a tool, and how its requests continue.
 
-    pip install openai litellm langchain-openai smolagents mini-swe-agent verifiers "lm_eval[api]" openenv
+    pip install openai litellm langchain-openai smolagents mini-swe-agent "verifiers<0.4" "lm_eval[api]" openenv
     python bench/endpoint.py --python ~/venv-agents/bin/python
-    python bench/endpoint.py --python ~/venv-agents/bin/python --model_dir models/tiny
 
-The clients need an environment of their own. Without --model_dir a script answers, so that calls are sure to come:
-`continued` are requests after the first whose history was as returned, so that only what is new is computed. With a
-model, recipes/agents/serve.py answers, lm_eval too.
+The clients need an environment of their own. A script answers, so that calls are sure to come: `continued` are requests
+after the first whose history was as returned, so that only what is new is computed. lm_eval asks
+recipes/agents/serve.py for log-probabilities of --model_dir.
 """
 
 import argparse
@@ -242,29 +241,25 @@ def served(model_dir: str) -> Iterator[tuple[str, str]]:
         process.wait(30)
 
 
-def by_model(python: str, model_dir: str) -> list[list[object]]:
-    """Returns a row for each client that a model answers."""
+def by_lm_eval(python: str, model_dir: str) -> list[object]:
+    """Returns the row of lm-evaluation-harness, which scores choices by a served model."""
+    questions = [(f"{a} + {b} =", [f" {a + b}", f" {b}", f" {a} and {b}"]) for a in range(5) for b in range(8)]
+    lines = [json.dumps({"question": text, "choices": choices, "answer": 0}) for text, choices in questions]
     with served(model_dir) as (url, name), tempfile.TemporaryDirectory() as folder:
-        rows = [[client, run_client(python, code, url, client, name)] for client, code in CLIENTS.items()]
-        questions = [(f"{a} + {b} =", [f" {a + b}", f" {b}", f" {a} and {b}"]) for a in range(5) for b in range(8)]
-        lines = [json.dumps({"question": text, "choices": choices, "answer": 0}) for text, choices in questions]
         Path(folder, "rows.jsonl").write_text("\n".join(lines))
         Path(folder, "choice.yaml").write_text(TASK.replace("FOLDER", folder))
         source = str(find_checkpoints(model_dir)[-1][1].absolute())
-        found = run_client(python, LM_EVAL, url, "lm_eval", name, TASKS=folder, MODEL_DIR=source)
-        return [*rows, ["lm_eval", found]]
+        end = run_client(python, LM_EVAL, url, "lm_eval", name, TASKS=folder, MODEL_DIR=source)
+    return ["lm_eval", "", "", "", "", end]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default="python", help="Python that has the clients")
-    parser.add_argument("--model_dir", default="", help="model that answers; empty: a script")
+    parser.add_argument("--model_dir", default="models/tiny", help="model that scores choices for lm_eval")
     options = parser.parse_args()
-    if options.model_dir:
-        print("\n".join(markdown_table(["client", "its end"], by_model(options.python, options.model_dir))))
-    else:
-        columns = ["client", "requests", "with calls", "continued", "forks", "its end"]
-        print("\n".join(markdown_table(columns, by_script(options.python))))
+    rows = [*by_script(options.python), by_lm_eval(options.python, options.model_dir)]
+    print("\n".join(markdown_table(["client", "requests", "with calls", "continued", "forks", "its end"], rows)))
 
 
 if __name__ == "__main__":

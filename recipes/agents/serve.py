@@ -58,6 +58,7 @@ from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+OF_FOLDER = "; -1: of the model's generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class ServeConfig:
     context: int = option(4096, "Most tokens of a conversation", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
     dialect: str = option("qwen", "Form of tool calls; qwen: as the chat template writes them", TURN_DIALECTS)
+    temperature: float = option(-1.0, f"Default temperature of requests{OF_FOLDER}, or 1")
+    top_p: float = option(-1.0, f"Default top_p of requests{OF_FOLDER}, or 1")
+    top_k: int = option(-1, f"Default top_k of requests; 0: all tokens{OF_FOLDER}, or 0")
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -198,12 +202,13 @@ class ModelEndpoint(Endpoint):
         return sampled._replace(top=top, logprobs=[known.get(i, logprob) for known, i, logprob in sampled_ones])
 
 
-def default_distribution(tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
-    """Returns the distribution of requests that name none: that of the folder's generation_config.json."""
+def default_distribution(config: ServeConfig, tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
+    """Returns the distribution of requests that name none: of the options, of the folder, or the whole one."""
     folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
     found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
     if 0 < found.get("top_k", 0) < vocab_size:
         found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
+    found |= {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(config, name)) >= 0}
     return distribution_with(Unrecorded(), found, vocab_size)
 
 
@@ -222,7 +227,8 @@ def main(config: ServeCommand) -> None:
     """Loads the model, and serves it until Ctrl-C."""
     layout, serve = make_layout(config.devices, config.model.ckpt_dir), config.serve
     model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
-    context, distribution = min(serve.context, model.num_positions), default_distribution(tokenizer, model.vocab_size)
+    context = min(serve.context, model.num_positions)
+    distribution = default_distribution(serve, tokenizer, model.vocab_size)
     sampler = with_pages(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), -1, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)

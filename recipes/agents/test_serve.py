@@ -307,17 +307,18 @@ def test_the_card_says_how_long_a_conversation_may_be(url):
 
 
 @pytest.mark.parametrize(
-    ("folder", "expected"),
+    ("folder", "options", "expected"),
     [
-        ({}, (1.0, 0, 1.0)),
-        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95)),
-        ({"temperature": 1e-7, "top_k": 200}, (0.0, 128, 1.0)),
-        ({"top_k": 1000}, (1.0, 0, 1.0)),
+        ({}, {}, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": 0}, (0.0, 0, 1.0)),
+        ({"temperature": 1e-7, "top_k": 200}, {}, (0.0, 128, 1.0)),
+        ({"top_k": 1000}, {}, (1.0, 0, 1.0)),
     ],
 )
-def test_defaults_of_sampling_are_those_of_the_folder(folder, expected):
+def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
     tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
-    found = default_distribution(tokenizer, vocab_size=512)
+    found = default_distribution(ServeConfig(**options), tokenizer, vocab_size=512)
     assert (found.temperature, found.top_k, found.top_p) == expected
 
 
