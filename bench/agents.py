@@ -241,9 +241,9 @@ def main() -> None:
     style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
     with tempfile.TemporaryDirectory() as folder:
         write_program(options, Path(folder))
+        files = f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl"
         agent, weights = worker_of(
-            options, "agent", f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl{style}",
-            agent=f"{folder}/agent.py:play", agent_processes=options.slots,
+            options, "agent", f"{files},agent_processes={options.slots}{style}", agent=f"{folder}/agent.py:play",
         )  # fmt: skip
         native, others = worker_of(options, options.env, OPTIONS[options.env])
         with agent, native:

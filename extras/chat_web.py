@@ -22,7 +22,7 @@ import re
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
@@ -30,8 +30,7 @@ from typing import Any, Protocol
 
 import jax
 
-from core.chat.models import ChatCommand, ChatModel, load_chat_models
-from core.chat.terminal import Model, ShowText
+from core.chat.models import ChatCommand, ChatModel, ShowText, load_chat_models
 from core.eval import find_run
 from envs import make_env, test_name
 from envs.base import Env
@@ -55,7 +54,7 @@ SLOW = 10.0  # seconds in which a page must send a request, or take a text
 
 @dataclass(frozen=True)
 class PageCommand(ChatCommand):
-    """A chat with the models of --ckpt_dir, separated by commas, side by side."""
+    """A chat with the models of --model_dir, separated by commas, side by side."""
 
     port: int = option(8000, "Port of the page, on this machine only", essential=True)
 
@@ -90,12 +89,23 @@ class GradedModel(ChatModel):
         """Returns True if the environment grades a reply as right; None if the problem is not the environment's."""
         return self.examples.grade(messages[0]["content"], self.style[1] + reply) if len(messages) == 1 else None
 
+    def change(self, name: str, value: str) -> None:
+        """Changes a number of the sampling distribution. Raises: UserError."""
+        try:
+            distribution = replace(self.sampler.distribution, **{name: float(value)})
+        except ValueError as error:
+            raise UserError(f"{name} {value} is not a number that it may be: give another ({error})") from error
+        self.sampler = replace(self.sampler, distribution=distribution)
 
-class PageModel(Model, Protocol):
+
+class PageModel(Protocol):
     """What the page asks of a model; GradedModel documents it."""
 
+    name: str
     has_one_turn: bool
 
+    def reply(self, messages: list[Message], show_text: ShowText) -> str: ...
+    def change(self, name: str, value: str) -> None: ...
     def grade(self, messages: list[Message], reply: str) -> bool | None: ...
 
 
@@ -280,8 +290,8 @@ def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
 
 def main(config: PageCommand) -> None:
     """Serves the page for the models, with problems of the environment of the last trained one."""
-    layout = make_layout(config.devices, config.model.ckpt_dir)
-    names = config.model.ckpt_dir.split(",")
+    layout = make_layout(config.devices, config.model.model_dir)
+    names = config.model.model_dir.split(",")
     models = load_chat_models(names, config, layout, GradedModel)
     trained = [trained_settings(name) for name in names]
     loaded = {env: load_examples(env) for env in dict.fromkeys(filter(None, trained))}
@@ -295,4 +305,4 @@ def main(config: PageCommand) -> None:
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(PageCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))
+        main(parse(PageCommand, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir"}))

@@ -225,8 +225,8 @@ def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_siz
 
 def main(config: ServeCommand) -> None:
     """Loads the model, and serves it until Ctrl-C."""
-    layout, serve = make_layout(config.devices, config.model.ckpt_dir), config.serve
-    model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
+    layout, serve = make_layout(config.devices, config.model.model_dir), config.serve
+    model, params, tokenizer = load_last(config.model.model_dir, config, layout)
     context = min(serve.context, model.num_positions)
     distribution = default_distribution(serve, tokenizer, model.vocab_size)
     sampler = with_pages(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), -1, has_turns=True)
@@ -236,7 +236,7 @@ def main(config: ServeCommand) -> None:
         sampler.on(rollout), paging=paging, distribution=distribution, max_new_tokens=context,
         max_prompt_tokens=context - 1,
     )  # fmt: skip
-    num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.ckpt_dir).name
+    num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
@@ -258,4 +258,4 @@ def main(config: ServeCommand) -> None:
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(ServeCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))
+        main(parse(ServeCommand, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir"}))
