@@ -202,13 +202,12 @@ class ModelEndpoint(Endpoint):
         return sampled._replace(top=top, logprobs=[known.get(i, logprob) for known, i, logprob in sampled_ones])
 
 
-def default_distribution(config: ServeConfig, tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
-    """Returns the distribution of requests that name none: of the options, of the folder, or the whole one."""
+def default_distribution(tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
+    """Returns the distribution of requests that name none: that of the folder's generation_config.json."""
     folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
     found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
     if 0 < found.get("top_k", 0) < vocab_size:
         found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
-    found |= {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(config, name)) >= 0}
     return distribution_with(Unrecorded(), found, vocab_size)
 
 
@@ -227,8 +226,7 @@ def main(config: ServeCommand) -> None:
     """Loads the model, and serves it until Ctrl-C."""
     layout, serve = make_layout(config.devices, config.model.model_dir), config.serve
     model, params, tokenizer = load_last(config.model.model_dir, config, layout)
-    context = min(serve.context, model.num_positions)
-    distribution = default_distribution(serve, tokenizer, model.vocab_size)
+    context, distribution = min(serve.context, model.num_positions), default_distribution(tokenizer, model.vocab_size)
     sampler = with_pages(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), -1, has_turns=True)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
@@ -239,6 +237,8 @@ def main(config: ServeCommand) -> None:
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
+    given = {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(serve, name)) >= 0}
+    distribution = distribution_with(distribution, given, model.vocab_size)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
     with endpoint.server:
         env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)

@@ -26,7 +26,7 @@ openai = pytest.importorskip("openai")
 from models import decoder  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
-from recipes.agents.serve import ServeConfig, default_distribution  # noqa: E402
+from recipes.agents.serve import ServeConfig, default_distribution, distribution_with  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -304,7 +304,7 @@ def test_what_is_refused_leaves_the_others(url, chat, path, body, reason):
 )
 def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
     tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
-    found = default_distribution(ServeConfig(**options), tokenizer, vocab_size=512)
+    found = distribution_with(default_distribution(tokenizer, 512), options, 512)
     assert (found.temperature, found.top_k, found.top_p) == expected
 
 
