@@ -12,19 +12,18 @@ import argparse
 import asyncio
 import json
 import os
-import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import markdown_table
+from bench.serving import OURS, served
 from envs.base import Reply
 from models.checkpoint import find_checkpoints
 from models.tokenizer import load_tokenizer
@@ -201,13 +200,13 @@ class Script(Endpoint):
         return Sampled(Reply(f"<tool_call>{body}</tool_call>", (body,)), (1,), (-0.5,), prompt_ids=(1,))
 
 
-def run_client(python: str, code: str, url: str, key: str, name: str, **variables: str) -> str:
+def run_client(python: str, code: str, base: str, key: str, name: str, **variables: str) -> str:
     """Returns the last line of a client, or of its error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "client.py")
         file.write_text(START + code)
         own = {"TMPDIR": folder, "HOME": folder, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
-        own |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "NAME": name, "ROOT": str(ROOT), **variables}
+        own |= {"OPENAI_BASE_URL": base, "OPENAI_API_KEY": key, "NAME": name, "ROOT": str(ROOT), **variables}
         command = [os.path.expanduser(python), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | own)
     lines = [line for line in done.stdout.splitlines() if line.startswith("DONE")]
@@ -219,7 +218,7 @@ def by_script(python: str) -> list[list[object]]:
     script, rows = Script(), []
     with script.server:
         for client, code in CLIENTS.items():
-            end = run_client(python, code, script.server.url, client, script.name)
+            end = run_client(python, code, f"{script.server.url}/v1", client, script.name)
             asked = [each for key, each in script.asked if key == client]
             num_new = sum(each.is_new for each in asked)
             num_tools = sum(bool(message.get("tool_calls")) for each in asked for message in each.request.messages[-2:])
@@ -227,29 +226,16 @@ def by_script(python: str) -> list[list[object]]:
     return rows
 
 
-@contextmanager
-def served(model_dir: str) -> Iterator[tuple[str, str]]:
-    """Serves a model; yields its address and its name."""
-    command = [sys.executable, "recipes/agents/serve.py", "--model_dir", model_dir, "--port", "0"]
-    command += ["--context", "1024", "--rows", "4"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        first = process.stdout.readline()
-        yield re.search(r"http://\S+?(?=/v1)", first)[0], first.partition(":")[0]
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def by_lm_eval(python: str, model_dir: str) -> list[object]:
     """Returns the row of lm-evaluation-harness, which scores choices by a served model."""
     questions = [(f"{a} + {b} =", [f" {a + b}", f" {b}", f" {a} and {b}"]) for a in range(5) for b in range(8)]
     lines = [json.dumps({"question": text, "choices": choices, "answer": 0}) for text, choices in questions]
-    with served(model_dir) as (url, name), tempfile.TemporaryDirectory() as folder:
+    command = OURS.format(python=shlex.quote(sys.executable), model_dir=model_dir, conversations=4, context=1024)
+    with served(command) as base, tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("\n".join(lines))
         Path(folder, "choice.yaml").write_text(TASK.replace("FOLDER", folder))
         source = str(find_checkpoints(model_dir)[-1][1].absolute())
-        end = run_client(python, LM_EVAL, url, "lm_eval", name, TASKS=folder, MODEL_DIR=source)
+        end = run_client(python, LM_EVAL, base, "lm_eval", Path(model_dir).name, TASKS=folder, MODEL_DIR=source)
     return ["lm_eval", "", "", "", "", end]
 
 
