@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import numpy as np
 from scipy.stats import spearmanr
 
 from bench.ab import describe_origin
@@ -25,7 +26,6 @@ from core.grpo import make_workers, rollout_batch
 from core.learner import make_learner
 from core.records import Batch
 from core.rollout import evaluate
-from core.terms.reference import sampled_kl
 from envs.base import Reply
 from envs.settings import resolve_environments
 from models.checkpoint import load_model
@@ -49,7 +49,7 @@ ENDED = {
     "lr_schedule": "constant", "weight_decay": 0,
 }  # fmt: skip
 SFT = ENDED | {"num_epochs": 0, "max_steps": 240, "test_interval": 5, "batch_size": 32, "test_fraction": 0}
-RL |= ENDED | {"max_steps": 40, "test_interval": 2, "kl_every": 2}
+RL |= ENDED | {"max_steps": 40, "test_interval": 2, "kl_coef": 1e-9}  # logs kl
 WRITTEN = {  # games for SFT: the form of a turn, what is added before the middle is rounded down, and the rates
     "SFT-lower": ("{low}-{high}:{middle}", 0, (1e-4, 3e-4, 1e-3)),
     "SFT-upper": ("{low}-{high}:{middle}", 1, (3e-4, 1e-3)),
@@ -93,12 +93,12 @@ class Measure:
     """Plays held-out problems of all games, and compares policies with the reference on those of the new game."""
 
     def __init__(self, reference: Path, num_tasks: int):
-        also = ",".join(f"{name}({options})" for name, options in OLD.items())
-        options = RL | {"model_dir": reference, "also_eval": also, "num_generation_tokens": NUM_TOKENS}
+        tests = ",".join(["guess-test", *(f"{name}({options})" for name, options in OLD.items())])
+        options = RL | {"model_dir": reference, "test_env_name": tests, "num_generation_tokens": NUM_TOKENS}
         self.config = config = parse(Config, [f"--{name}={x}" for name, x in options.items()])
         self.num_tasks, self.layout = num_tasks, make_layout(config.devices, config.model_dir)
         model, self.reference, tokenizer = load_model(reference, self.layout)
-        played = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
+        played = resolve_environments(config.env, config.held_out, config.sampling)
         _, *workers = make_workers(config, played, model, tokenizer, self.layout, reference).values()
         self.workers = dict(zip(("guess", *OLD), workers, strict=True))
         self.learner, _ = make_learner(config, model, self.reference, self.layout, NUM_TOKENS)
@@ -111,7 +111,8 @@ class Measure:
 
     def kl(self, rows: Batch, params: Params) -> float:
         """Returns k3 of the KL divergence of the policy that sampled these rows from another one, nats per token."""
-        return sampled_kl(rows, self.learner.compute_outputs(params, rows).logprobs)
+        x = (np.float64(rows.sample_logprobs) - self.learner.compute_outputs(params, rows).logprobs)[rows.mask]
+        return float(np.mean(np.exp(-x) + x - 1))
 
     def point(self, folder: Path) -> dict[str, float]:
         """Returns a model's scores, and both KL divergences."""

@@ -147,7 +147,7 @@ def main() -> None:
     rates, seeds, short = (RATES[:1], SEEDS[:1], SHORT) if args.short else (RATES, SEEDS, {})
     if not args.draw:
         write_presets(folder / "presets")
-        validation = {"test_env_options": f"data_dir={folder}/presets/validation,prompt=bare"}
+        validation = {"test_env_name": f"countdown34-test(data_dir={folder}/presets/validation,prompt=bare)"}
         presets = [f"{preset}-{rate}" for preset in PRESETS for rate in rates]
         run_population(folder / "grid", presets, [GRID_SEED], GRID | validation | short)
     grid = read_grid(folder / "grid", rates)

@@ -32,7 +32,7 @@ NUM_ROLLOUTS = 3_800  # at which scores are compared, too; chosen after seeds 0 
 PLAYED = {
     "config": "configs/demo.py",
     "env_options": f"{DEMO['env_options']},mixture=2+3+6",
-    "test_env_options": "mixture=",
+    "test_env_name": f"{DEMO['test_env_name']}(mixture=)",
     "lr_schedule": "constant",
     "max_steps": MOST_STEPS,
     "test_interval": 4,

@@ -122,8 +122,7 @@ def main(options: argparse.Namespace) -> None:
     """Prints the seconds of a step of each, and their ratio."""
     settings = json.loads((options.run / "config.json").read_text())
     settings = {name: value for name, value in settings.items() if name != "run"}
-    settings |= {"test_env_name": "", "also_eval": "", "save_interval": 0, "save_rollouts": "all"}
-    settings["max_steps"] = options.steps + 1
+    settings |= {"test_env_name": "", "save_interval": 0, "save_rollouts": "all", "max_steps": options.steps + 1}
     with tempfile.TemporaryDirectory() as name:
         steps, rows = train_ours(settings, Path(name))
         show("ours", ours := [step["times/step"] for step in steps[1:]], steps[-1]["memory/peak_gb"])

@@ -12,24 +12,14 @@ from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import DeviceConfig
 from utils.settings.errors import refuse
-from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
+from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, TrainConfig, UpdateConfig
 from utils.settings.options import group, option
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TrainConfig):
     """The loop."""
 
-    model_dir: str = option(
-        "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
-    )
-    seed: int = option(0, "Seed of the task order and of sampling")
-    max_steps: int = option(
-        10000, "Number of steps; each samples a batch of rollouts and updates the policy on it", essential=True
-    )
-    num_epochs: int = option(
-        0, "Limit on passes over the environment's problems, if reached before --max_steps; 0: no limit"
-    )
     ahead: int = option(
         0,
         "Steps by which sampling is ahead of training; 1: sample the next step's rollouts during this step's updates, "
@@ -54,14 +44,13 @@ class Config:
     samples = True  # False: rollouts are read from files, in recipes/offline
 
     def __post_init__(self):
+        super().__post_init__()
         update, objective, sampling, kv_dtype = self.update, self.objective, self.sampling, self.compute.kv_dtype
         older = self.older_by
         is_uncorrected = older != "" and not objective.corrections.is_corrected
         check_distillation(self.distill, objective.advantage, update.group_size)
         refuse([
-            (self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
-             "--max_steps must be at least 1, and --num_epochs and --seed must not be negative: raise the one that is "
-             "lower"),
+            (self.max_steps < 1, "--max_steps must be at least 1: raise it"),
             (objective.advantage not in BATCH_ADVANTAGES and update.group_size < 2,
              f"--advantage {objective.advantage} compares rollouts of a group: raise --group_size above 1"),
             (objective.advantage == "best_k" and objective.best_k > update.group_size,

@@ -2,6 +2,8 @@
 
     python core/eval.py --model_dir runs/countdown/step60    # on the environment, and with the sampling, of the run
     python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
+
+A list of --env_name may have options in parentheses: gsm8k,gsm8k(form=any) grades each reply in two ways.
 """
 
 import gc
@@ -24,18 +26,17 @@ import numpy as np
 from core.records import Episodes
 from core.rollout import RolloutWorker, evaluate, make_worker
 from core.sampler import SamplingConfig
-from envs import split_name, test_name
+from envs import parse_environments, split_name
 from envs.base import DIALECTS, Env, Problem, Reply
 from envs.prompts import Encode, prompt_lengths
 from envs.scoring.shaping import RewardConfig
 from envs.settings import (
     EnvConfig,
     RolloutSettings,
-    also_evaluated,
     as_held_out,
     check_code,
     check_files,
-    resolve_settings,
+    resolve_held_out,
 )
 from models.checkpoint import find_checkpoints, find_local, load_model
 from models.memory import sampling_room
@@ -48,8 +49,8 @@ from utils.metrics.logger import printable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import changed_options, options_of, parse, to_dict
-from utils.settings.errors import SET_BY, describe_error, shorten, user_errors
-from utils.settings.groups import ComputeConfig, EvalConfig
+from utils.settings.errors import SET_BY, UserError, describe_error, shorten, user_errors
+from utils.settings.groups import ComputeConfig, EvalConfig, ModelConfig
 from utils.settings.options import group, option
 from utils.settings.presets import demo_of_tiny
 
@@ -59,14 +60,9 @@ ARGUMENTS = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object"
 
 
 @dataclass(frozen=True)
-class OutputConfig:
-    """Model and output."""
+class OutputConfig(ModelConfig):
+    """Output."""
 
-    model_dir: str = option(
-        "models/tiny",
-        "Models to evaluate, separated by commas: Hugging Face folders, hub ids or run folders (all their steps)",
-        essential=True,
-    )
     json: str = option(
         "", "File for the scores: one JSON object, or a list of them for several checkpoints; empty: not written"
     )
@@ -74,7 +70,6 @@ class OutputConfig:
     show: int = option(
         0, "Print this many problems with the rewards of example replies, instead of evaluating; 0: evaluate"
     )
-    seed: int = option(0, "Seed of sampling")
 
 
 @dataclass(frozen=True)
@@ -103,18 +98,15 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     Raises: UserError for one that runs code and that the options do not name.
     """
     run, trained = find_run(str(options.get("model_dir", "")))
-    if not trained:
-        trained = demo_of_tiny(options)
-    others = trained.keys() - options_of(EvalCommand).keys()  # such as test_env_options: only the run can have set them
-    name_source(run, others)
+    trained, known = trained or demo_of_tiny(options), options_of(EvalCommand)
+    name_source(run, trained.keys() - known.keys())  # such as test_env_name: only the run can have set them
     trained = as_held_out(trained)
-    env_name = str(trained.get("env_name", ""))
-    if not env_name or split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
+    trained_on = str(trained.get("env_name", ""))
+    played = parse_environments(str(options.get("env_name", trained_on)), "--env_name").values()
+    if not trained_on or {split_name(name)[0] for name, _ in played} != {split_name(trained_on)[0]}:
         return {}
-    fields = options_of(EvalCommand).values()
-    env = {field.name for field in fields if field.group == "env"}
-    sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
-    inherited = {name: x for name, x in trained.items() if name in env | sampling}
+    groups = {name: field.group for name, field in known.items() if field.group == "env" or not field.resumable}
+    inherited = {name: x for name, x in trained.items() if groups.get(name) in ("env", "sampling")}
     taken = {name: value for name, value in inherited.items() if name not in options}
     check_code(f"{run}/config.json", taken)
     name_source(run, taken)
@@ -144,10 +136,9 @@ def name_source(run: str, names: Iterable[str]) -> None:
 def inheritance_note(config: EvalCommand) -> str:
     """Returns a line with the settings that are taken from the run that is evaluated and differ from defaults."""
     options = to_dict(config)
-    changed = changed_options(EvalCommand, options)
-    trained = settings_of_run(options)
-    same = {name: x for name, x in trained.items() if name in changed and x == options[name]}
-    words = [word for name, x in same.items() for word in (f"--{name}", str(x))]
+    changed, trained = changed_options(EvalCommand, options), settings_of_run(options)
+    same = [name for name, x in trained.items() if name in changed and x == options[name]]
+    words = [word for name in same for word in (f"--{name}", str(options[name]))]
     return f"as in {find_run(config.output.model_dir)[0]}: {shlex.join(words)}" if words else ""
 
 
@@ -156,36 +147,25 @@ def evaluate_checkpoint(
 ) -> list[Result]:
     """Returns a checkpoint's results on each environment; with --show, prints problems instead."""
     model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
+    num_tasks, num_samples = config.eval.num_eval_tasks, config.eval.num_eval_samples
     sampling, results = config.sampling, []
     if config.output.show:
         sampling = replace(sampling, prompt_length=max(sampling.prompt_length, SHOWN_LENGTH))
     for settings in environments:
         with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
-            num_rows = worker.num_eval_tasks(config.eval.num_eval_tasks) * config.eval.num_eval_samples
             room = sampling_room(model, layout, params, worker.row_length, config.devices.rollout_tp)
-            worker = worker.with_room(room, num_rows)  # noqa: PLW2901
+            worker = worker.with_room(room, worker.num_eval_tasks(num_tasks) * num_samples)  # noqa: PLW2901
             if layout.is_main:
-                for note in worker.notes:
-                    print(note, flush=True)
+                print(*(f"{note}\n" for note in worker.notes), sep="", end="", flush=True)
             if config.output.show:
                 print(show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show))
                 continue
-            num_samples = config.eval.num_eval_samples
-            metrics, episodes, estimates = evaluate(
-                worker, params, config.eval.num_eval_tasks, num_samples, config.output.seed
-            )
-        result = Result(
-            model_dir=name,
-            env_name=settings.label,
-            metrics=metrics,
-            ids=episodes.task_ids[::num_samples],
-            by_task=estimates,
-        )
-        results.append(result)
+            metrics, episodes, estimates = evaluate(worker, params, num_tasks, num_samples, config.output.seed)
+        results.append(Result(name, settings.label, metrics, episodes.task_ids[::num_samples], estimates))
         if layout.is_main:
-            print(result.format_metrics(config.sampling.temperature), flush=True)
-        if layout.is_main and config.output.save_samples:
-            write_samples(config.output.save_samples, result, worker, episodes)
+            print(results[-1].format_metrics(config.sampling.temperature), flush=True)
+            if config.output.save_samples:
+                write_samples(config.output.save_samples, results[-1], worker, episodes)
     return results
 
 
@@ -205,12 +185,8 @@ def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: in
         replies = {**env.examples(problem), "empty": ""}
         lines += [format_example(env, problem, name, Reply(text)) for name, text in replies.items()]
     lengths = prompt_lengths(env, encode)
-    quantiles = []
-    for percent in (5, 50, 95, 99):
-        quantile = np.percentile(lengths, percent)
-        quantiles.append(f"{percent}% {int(quantile)}")
-    summary = f"tokens: {', '.join(quantiles)}, longest {max(lengths)}"
-    lines.append(f"======== prompts: {env.num_tasks:,}; {summary}")
+    quantiles = [f"{percent}% {int(np.percentile(lengths, percent))}" for percent in (5, 50, 95, 99)]
+    lines.append(f"======== prompts: {env.num_tasks:,}; tokens: {', '.join(quantiles)}, longest {max(lengths)}")
     text = "\n".join(lines)
     return printable(text, max_chars=len(text))
 
@@ -219,21 +195,16 @@ def example_calls(env: Env, problem: Problem) -> list[Reply]:
     """Returns an example call of each announced tool, with the required arguments of its schema."""
     calls = []
     for tool in problem.tools if env.dialect else ():  # tools without a dialect are shown only
-        function = tool_schema(tool)["function"]
-        schema = function["parameters"]
-        arguments = {name: example_argument(schema["properties"][name]) for name in schema.get("required", [])}
+        function, arguments = tool_schema(tool)["function"], {}
+        for name in function["parameters"].get("required", []):
+            schema = function["parameters"]["properties"][name]
+            kind = schema.get("type")
+            by_type = ARGUMENTS.get(kind[0] if isinstance(kind, list) else kind, "1")
+            arguments[name] = schema["enum"][0] if "enum" in schema else by_type
         call = json.dumps({"name": function["name"], "arguments": arguments})
         dialect = DIALECTS[env.dialect]
         calls.append(Reply(dialect.opening + call + dialect.closing, (call,)))
     return calls
-
-
-def example_argument(schema: Mapping[str, object]) -> object:
-    """Returns a value of an argument: the first allowed value, or one of its type."""
-    if "enum" in schema:
-        return schema["enum"][0]
-    kind = schema.get("type")
-    return ARGUMENTS.get(kind[0] if isinstance(kind, list) else kind, "1")
 
 
 def opened(env: Env, problem: Problem) -> Problem:
@@ -246,67 +217,49 @@ def opened(env: Env, problem: Problem) -> Problem:
 
 
 def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
-    """Returns a reply and its scores, on two lines."""
+    """Returns a reply, and on a second line its scores, or what the environment replies to it as a first turn."""
     text = problem.prefix + reply.text.removeprefix(problem.prefix)
     try:
-        outcome = describe_outcome(env, problem, reply._replace(text=text))
+        if env.max_turns == 1:
+            scores, said = env.score(problem, text), ""
+        else:
+            episode = env.episode(problem, seed=0)
+            step = episode.act(reply._replace(text=text))
+            episode.close()
+            said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
+            scores, said = {"reward": step.reward, **step.info}, f": {shorten(said)}"
+        outcome = ", ".join(f"{key} {value:g}" for key, value in scores.items()) + said
     except Exception as error:  # raised by a reward or a class of the user
         outcome = f"fails: {describe_error(error)}"
-    indent = " " * 10
-    return f"{name:>10} {shorten(reply.text)}\n{indent} {outcome}"
-
-
-def describe_outcome(env: Env, problem: Problem, reply: Reply) -> str:
-    """Returns a line: the scores of a reply, or what the environment answers to it as a first turn."""
-    if env.max_turns == 1:
-        return describe_scores(env.score(problem, reply.text))
-    episode = env.episode(problem, seed=0)
-    step = episode.act(reply)
-    episode.close()
-    said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
-    return f"{describe_scores({'reward': step.reward, **step.info})}: {shorten(said)}"
-
-
-def describe_scores(scores: Mapping[str, float]) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in scores.items())
-
-
-def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
-    """Returns how the test split of each environment of --env_name and --also_eval is played."""
-    names = dict.fromkeys(test_name(name.strip()) for name in config.env.env_name.split(","))
-    check_files(config.env, names)
-    num_tokens, force_answer_at = config.sampling.num_generation_tokens, config.sampling.force_answer_at
-    environments = [
-        resolve_settings(replace(config.env, env_name=name), name, num_tokens, force_answer_at) for name in names
-    ]
-    return also_evaluated(config.env, environments, config.eval.also_eval, num_tokens, force_answer_at)
+    return f"{name:>10} {shorten(reply.text)}\n{'':10} {outcome}"
 
 
 def training_note(folder: Path, env: EnvConfig) -> str:
     """Returns the --env_options of the run that saved a checkpoint if they differ for this environment, or no text."""
     trained, _ = read_settings(folder.parent / "config.json")
-    names = {split_name(name.strip())[0] for name in env.env_name.split(",")}
-    is_other_env = split_name(str(trained.get("env_name", "")))[0] not in names
+    names = {split_name(name)[0] for name, _ in parse_environments(env.env_name, "--env_name").values()}
     options = trained.get("env_options", "")
-    if is_other_env or options == env.env_options:
+    if split_name(str(trained.get("env_name", "")))[0] not in names or options == env.env_options:
         return ""
     return f"{folder.parent} was trained with --env_options {options!r}, which differ from those of this evaluation"
 
 
 def main(config: EvalCommand) -> None:
     layout = make_layout(config.devices, config.output.model_dir)
-    environments = resolve_test_environments(config)
+    limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+    environments = resolve_held_out(config.env, config.env.env_name, *limits, is_inherited=False)
+    if not environments:
+        raise UserError("--env_name is empty: name an environment")
+    check_files(config.env, [settings.name for settings in environments])
     names = config.output.model_dir.split(",")
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name)]
     if layout.is_main:
         check_writable(config.output.json, config.output.save_samples)
         notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)
-        lines = [inheritance_note(config), *(settings.describe() for settings in environments), *notes]
+        lines = inheritance_note(config), *(f"{played.label}: {played.manner}" for played in environments), *notes
         print("\n".join(filter(None, lines)), flush=True)
-    if config.output.show:
-        checkpoints = checkpoints[:1]
     results = []
-    for name, folder in checkpoints:
+    for name, folder in checkpoints[:1] if config.output.show else checkpoints:
         results += evaluate_checkpoint(config, name, folder, environments, layout)
     if layout.is_main and results:
         write_results(results, config.output.seed, config.output.json)
@@ -315,26 +268,25 @@ def main(config: EvalCommand) -> None:
 def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:
     """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
     num_samples = len(episodes.task_ids) // len(result.ids)
-    completions = episodes.completions
+    completions, env = episodes.completions, worker.env
     with Path(os.path.expanduser(file)).open("a") as lines:
         for position, task in enumerate(result.ids.tolist()):
-            start = position * num_samples
-            row = episodes.first_rows[start]
+            rollouts = range(position * num_samples, (position + 1) * num_samples)
+            row, answer = episodes.first_rows[rollouts[0]], env.problem(task).answer
             prompt = completions.tokens[row, : completions.prompt_lengths[row]]
             record = {
                 "model_dir": result.model_dir,
                 "env_name": result.env_name,
                 "task": task,
                 "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
-                "reference": json_or_text(worker.env.problem(task).answer),
-                "completions": [sample(worker.env, episodes, i) for i in range(start, start + num_samples)],
+                "reference": json_or_text(answer),
+                "completions": [sample(env, episodes, i) for i in rollouts],
             }
             lines.write(json.dumps(record) + "\n")
 
 
 def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
     """Returns the text, the answer, the scores and the length in tokens of a completion."""
-    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
     value, correct = round(float(episodes.scores["return"][row]), 6), episodes.scores.get("correct_answer")
     return {
         "text": episodes.texts[row],
@@ -343,7 +295,7 @@ def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
         **({"correct": bool(correct[row] > 0)} if correct is not None else {}),
         "length": int(episodes.completion_lengths[row]),
         "finished": bool(episodes.finished[row]),
-        **conversation,
+        **({"conversation": episodes.conversations[row]} if episodes.conversations else {}),
     }
 
 

@@ -264,7 +264,7 @@ def evaluate_held_out(
 ) -> tuple[dict[str, float], Episodes]:
     """Returns held-out scores as metrics, and the episodes of the test environment.
 
-    Metrics begin with "test_env/", or with "test_env.LABEL/" for --also_eval; "times/test" are the seconds.
+    Metrics begin with "test_env/", or with "test_env.LABEL/" for further environments; "times/test" are the seconds.
     """
     clock, metrics, examples = time.perf_counter(), {}, {}
     for role in (role for role in workers if role.startswith("test_env")):

@@ -17,7 +17,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -110,69 +109,52 @@ def sample_rows(
     row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
     sampler, most_rows = with_room(sampler, params, config, row_length, len(prompts) * num_samples)
     num_rows = config.sampling.inference_batch_per_device or most_rows
-    weights = sampler.load_weights(params)
+    weights, key, parts = sampler.load_weights(params), make_key(config.model.seed), []
     per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
-    key = make_key(config.model.seed)
-    parts = []
     for start in range(0, len(prompts), per_call):
         calls = prompts[start : start + per_call]
         ids = start + np.arange(len(calls))
         memory = out_of_memory("inference_batch_per_device", num_rows)
         with waiting("sampling", len(ids) * num_samples, "rows") as wait, memory:
-            watched = replace(sampler, on_segment=partial(count_rows, wait, start * num_samples))
+
+            def count_rows(segment: Segment, first: int = start * num_samples, wait: Wait = wait) -> None:
+                wait.count_rows(first + segment.first_row, segment.num_sampled, segment.lengths)
+
+            watched = replace(sampler, on_segment=count_rows)
             parts.append(watched.generate(weights, calls, ids, num_samples, key))
     return parts
 
 
-def count_rows(wait: Wait, call_offset: int, segment: Segment) -> None:
-    """Shows the progress of a call; `call_offset`: number of its first row."""
-    wait.count_rows(call_offset + segment.first_row, segment.num_sampled, segment.lengths)
-
-
-def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> JSONRow:
-    """Returns the fields of completion `b` in files."""
-    columns = slice(int(completions.prompt_lengths[b]), int(completions.lengths[b]))
-    tokens = completions.tokens[b, columns].tolist()
-    return {
-        "prompt_tokens": completions.tokens[b, : columns.start].tolist(),
-        "tokens": tokens,
-        "logprobs": completions.logprobs[b, columns].tolist(),
-        "text": tokenizer.decode(tokens),
-        "finished": bool(completions.finished[b]),
-    }
-
-
 def main(config: SamplingCommand) -> None:
-    layout = make_layout(config.devices, config.model.ckpt_dir)
-    rows = read_prompts(config.prompts.prompts)
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    has_files = config.prompts.prompts or config.prompts.json
-    if is_terminal and not has_files:
-        return converse(*load_chat_models([config.model.ckpt_dir], config, layout))
-    model, params, tokenizer = load_last(config.model.ckpt_dir, config, layout)
-    if layout.is_main and not config.prompts.prompts:
+    name, options = config.model.model_dir, config.prompts
+    layout, rows = make_layout(config.devices, name), read_prompts(options.prompts)
+    if sys.stdin.isatty() and sys.stdout.isatty() and not (options.prompts or options.json):
+        return converse(*load_chat_models([name], config, layout))
+    model, params, tokenizer = load_last(name, config, layout)
+    if layout.is_main and not options.prompts:
         print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
-    sampler = make_text_sampler(config, model, tokenizer, layout, config.prompts.raw)
+    sampler = make_text_sampler(config, model, tokenizer, layout, options.raw)
     prompts = [encode_row(row, tokenizer, config) for row in rows]
     written = []
     for completions in sample_rows(sampler, params, prompts, config):
-        for b in range(len(completions.lengths)):
-            row = rows[len(written) // config.prompts.num_samples]
-            written.append(row | completion_fields(completions, b, tokenizer))
-    if layout.is_main:
-        write_rows(written, config.prompts.json, tokenizer)
-
-
-def write_rows(rows: Sequence[JSONRow], path: str, tokenizer: Tokenizer) -> None:
-    """Writes rows to a JSONL file, or prints prompts and completions if there is no file."""
-    if path:
-        Path(os.path.expanduser(path)).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return
-    for row in rows:
-        prompt = tokenizer.decode(row["prompt_tokens"])
-        print(f"{'#' * 25} {printable(prompt)}\n{printable(row['text'])}")
+        for b, (start, end) in enumerate(zip(completions.prompt_lengths, completions.lengths, strict=True)):
+            tokens = completions.tokens[b, start:end].tolist()
+            written.append({
+                **rows[len(written) // options.num_samples],
+                "prompt_tokens": completions.tokens[b, :start].tolist(),
+                "tokens": tokens,
+                "logprobs": completions.logprobs[b, start:end].tolist(),
+                "text": tokenizer.decode(tokens),
+                "finished": bool(completions.finished[b]),
+            })  # fmt: skip
+    if layout.is_main and options.json:
+        Path(os.path.expanduser(options.json)).write_text("".join(json.dumps(row) + "\n" for row in written))
+    elif layout.is_main:
+        for row in written:
+            prompt = tokenizer.decode(row["prompt_tokens"])
+            print(f"{'#' * 25} {printable(prompt)}\n{printable(row['text'])}")
 
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(SamplingCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))
+        main(parse(SamplingCommand, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir"}))

@@ -1,10 +1,10 @@
-"""Fine-tunes a language model on written replies (SFT): before reinforcement learning, or without it.
+"""Fine-tunes a language model on demonstrations (SFT): before reinforcement learning, or without it.
 
     python core/sft.py --model_dir ~/checkpoints/hf/Qwen3-1.7B/ --data replies.jsonl --save_dir ~/runs/sft
     python core/grpo.py --model_dir ~/runs/sft --env_name gsm8k --save_dir ~/runs/gsm8k
 
 Each row is a conversation; -log p of the tokens of its replies is minimized: REINFORCE with all advantages 1.
-With --env_name, held-out problems of an environment are played before, during and after training.
+With --env_name, held-out problems of environments are played before, during and after training.
 """
 
 import gc
@@ -35,10 +35,9 @@ from core.run.folder import settings_of_adapters
 from core.run.metrics import loss_metrics, row_losses
 from core.run.run import STOPPED, Run
 from core.sampler import SamplingConfig
-from envs import test_name
 from envs.own.written import DataConfig, read_written
 from envs.scoring.shaping import RewardConfig
-from envs.settings import EnvConfig, RolloutSettings, also_evaluated, check_files, resolve_settings
+from envs.settings import EnvConfig, by_role, check_files, resolve_held_out
 from models.checkpoint import load_policy
 from models.conversations import Conversation, check_rows, describe_prompts, encode_rows
 from models.lora import LoraConfig
@@ -48,8 +47,8 @@ from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.settings.config import make_config, parse
-from utils.settings.errors import UserError, counted, user_errors
-from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
+from utils.settings.errors import counted, refuse, user_errors
+from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, TrainConfig, UpdateConfig
 from utils.settings.options import group, option
 
 LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # metrics of the learner that are logged
@@ -59,9 +58,7 @@ LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # me
 class PlayedConfig(EnvConfig):
     """Environment of the held-out score."""
 
-    env_name: str = option(
-        "", "Environment X whose held-out problems (X-test) are evaluated; empty: none", essential=True
-    )
+    env_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,19 +70,13 @@ class SftOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(TrainConfig):
     """Supervised fine-tuning."""
 
-    model_dir: str = option(
-        "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
-    )
-    seed: int = option(0, "Seed of the row order, of new adapters, and of sampling")
-    num_epochs: int = option(3, "Number of passes over the rows; 0: as many as --max_steps takes", essential=True)
-    max_steps: int = option(0, "Limit on steps, if reached before --num_epochs; 0: no limit", essential=True)
-    batch_size: int = option(16, "Rows in a step; a step is one update", essential=True)
-    test_interval: int = option(
-        20, "Steps between held-out evaluations; 0: only before and after training", resumable=True
-    )
+    max_steps: int = 0
+    num_epochs: int = 3
+    test_interval: int = 20
+    batch_size: int = option(16, "Rows, or pairs of DPO, in a step; a step is one update", essential=True)
     data: DataConfig = group(DataConfig)
     env: PlayedConfig = group(PlayedConfig)
     sampling: SamplingConfig = group(SamplingConfig)
@@ -103,15 +94,14 @@ class SFTConfig:
     objective = make_config(ObjectiveConfig, objective="reinforce", advantage="reinforce", entropy_coef=0.0)
 
     def __post_init__(self):
-        if self.batch_size < 1 or min(self.num_epochs, self.max_steps, self.seed, self.test_interval) < 0:
-            raise UserError(
-                "--batch_size must be at least 1, and --num_epochs, --max_steps, --seed and --test_interval at least "
-                "0: correct the one that is lower"
-            )
-        if not self.num_epochs and not self.max_steps:
-            raise UserError("--num_epochs 0 and --max_steps 0 set no end of the run: give --num_epochs or --max_steps")
-        if self.run.save_best and not self.env.env_name:
-            raise UserError("--save_best chooses by a held-out score: give --env_name")
+        super().__post_init__()
+        refuse([
+            (self.batch_size < 1, "--batch_size must be at least 1: raise it"),
+            (not self.num_epochs and not self.max_steps,
+             "--num_epochs 0 and --max_steps 0 set no end of the run: give --num_epochs or --max_steps"),
+            (self.run.save_best and not self.env.env_name,
+             "--save_best chooses by a held-out score: give --env_name"),
+        ])  # fmt: skip
 
     @property
     def num_tests(self) -> int | None:
@@ -157,13 +147,16 @@ class Demonstrations:
 def main(config: SFTConfig, learns_from: type[Demonstrations] = Demonstrations) -> None:
     layout = make_layout(config.devices, config.model_dir)
     data, tests = learns_from.read(config.data)
-    played = held_out_environments(config)
+    limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+    played = by_role(resolve_held_out(config.env, config.env.env_name, *limits, is_inherited=False))
+    if played:
+        check_files(config.env, [settings.name for settings in played.values()])
     fingerprints = {"held-out data": fingerprint_rows(tests)} if tests else {}
     run = Run(config, layout, {"env": data} | played, learns_from.command, fingerprints)
-    arguments = config.lora, config.seed, layout
-    model, base, params, tokenizer = load_policy(run.folder.model_dir, *arguments, **config.compute.arguments)
-    method = learns_from(config, tokenizer)
-    encode = partial(encode_rows, tokenizer, **config.data.encoding)
+    model, base, params, tokenizer = load_policy(
+        run.folder.model_dir, config.lora, config.seed, layout, **config.compute.arguments
+    )
+    method, encode = learns_from(config, tokenizer), partial(encode_rows, tokenizer, **config.data.encoding)
     rows, note = encode(data.name, data.env.conversations)
     notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)
     held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
@@ -180,25 +173,12 @@ def main(config: SFTConfig, learns_from: type[Demonstrations] = Demonstrations) 
     saved = tokenizer.with_generation({}).with_training_prompts(data.env.thinking, "")
     with run.start(model, tokenizer, workers.values(), prompts, saved):  # what it has reached is saved at its end
         steps = f"{counted(run.num_steps, 'step')} of {counted(config.batch_size, method.example)}"
-        parameters = f"{run.folder.model_dir}: {model.num_parameters:,} parameters"
-        run.folder.print(parameters, steps, *run.notes, note, *notes, *learner.notes)
-        run.folder.print(describe_optimizer(config.optimizer, state.params))
+        run.folder.print(f"{run.folder.model_dir}: {model.num_parameters:,} parameters", steps)
+        run.folder.print(*run.notes, note, *notes, *learner.notes, describe_optimizer(config.optimizer, state.params))
         for worker in workers.values():
             prompt_notes = describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking)
             run.folder.print(*worker.notes, *prompt_notes)
         train(config, run, method, workers, learner, rows, held_out, state, progress)
-
-
-def held_out_environments(config: SFTConfig) -> dict[str, RolloutSettings]:
-    """Returns the environments whose held-out problems are played, by role; none without --env_name."""
-    name, sampling = config.env.env_name, config.sampling
-    if not name:
-        return {}
-    check_files(config.env, [name])
-    limits = sampling.num_generation_tokens, sampling.force_answer_at
-    test = resolve_settings(config.env, test_name(name), *limits)
-    test, *others = also_evaluated(config.env, [test], config.eval.also_eval, *limits)
-    return {"test_env": test} | {f"test_env.{settings.label}": settings for settings in others}
 
 
 def train(
@@ -213,7 +193,18 @@ def train(
     progress: Progress,
 ) -> None:
     """Makes an update with each batch of rows; every epoch has them in a new order."""
-    evaluate = partial(evaluate_model, config, run, method, workers, learner, held_out)
+
+    def evaluate(state: TrainState, step: int) -> dict[str, float]:
+        """Returns the scores of the environments and the losses of held-out rows, and writes both."""
+        clock, metrics = time.perf_counter(), {}
+        if workers:
+            metrics = evaluate_policy(config, run, workers, learner, state, step)
+        if held_out:
+            found, losses = method.measure(learner, state, make_batch(held_out))
+            run.log.write_losses(step, losses)
+            metrics |= found
+        return metrics | {"times/test": time.perf_counter() - clock} if metrics else {}
+
     progress = run.begin(progress, state, evaluate)
     num_examples = len(rows) // config.group_size
     while progress.step < run.num_steps and STOPPED not in progress.memory:
@@ -226,35 +217,12 @@ def train(
             state, update = learner.update(state, batch, progress.step / run.num_steps)
             updated = learner.metrics([update])  # blocks until the update is done
         progress = progress.after_step(end, num_rollouts=0)
-        is_last, times = progress.step == run.num_steps, run.log.times
-
+        times = run.log.times
         metrics = times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / num_examples}
-        metrics |= weighed
-        metrics["speed/tokens_per_second"] = batch.lengths.sum() / times["times/update"]
-        progress = run.end_step(progress, state, metrics, evaluate, is_last)
+        metrics |= weighed | {"speed/tokens_per_second": batch.lengths.sum() / times["times/update"]}
+        progress = run.end_step(progress, state, metrics, evaluate, progress.step == run.num_steps)
     run.finish(progress, state)
-
-
-def evaluate_model(
-    config: SFTConfig,
-    run: Run,
-    method: Demonstrations,
-    workers: Mapping[str, RolloutWorker],
-    learner: Learner,
-    held_out: Sequence[Conversation],
-    state: TrainState,
-    step: int,
-) -> dict[str, float]:
-    """Returns the scores of the environments and the losses of held-out rows, and writes both; empty without them."""
-    clock, metrics = time.perf_counter(), {}
-    if workers:
-        metrics = evaluate_policy(config, run, workers, learner, state, step)
-    if held_out:
-        found, losses = method.measure(learner, state, make_batch(held_out))
-        run.log.write_losses(step, losses)
-        metrics |= found
-    return metrics | {"times/test": time.perf_counter() - clock} if metrics else {}
 
 
 def make_batch(rows: Sequence[Conversation]) -> Batch:

@@ -15,7 +15,7 @@ from utils.settings.errors import UserError, most_similar
 Options = dict[str, Value]
 
 REWARDS = ("reward", "reward_weights")  # options of every environment of one turn
-REGRADED = "regraded"  # option that --also_eval sets: environments that grade the same replies
+REGRADED = "regraded"  # option that --test_env_name sets: environments that grade the same replies
 HELD_OUT = ("test", "valid")  # splits besides "train"; they end the names of environments
 # name: (module, class, options set by the name). A module is imported only when its environment is made, so grading
 # libraries are needed only if they are used. Each name also exists with "-test", for its held-out problems, and with
@@ -132,7 +132,7 @@ def style_names() -> list[str]:
     return [field.name for field in dataclasses.fields(Style)]
 
 
-def parse_environments(text: str, flag: str = "--also_eval") -> dict[str, tuple[str, Options]]:
+def parse_environments(text: str, flag: str = "--test_env_name") -> dict[str, tuple[str, Options]]:
     """Returns names and options by label: "gsm8k(form=any), aime" has the labels "gsm8k(form=any)" and "aime"."""
     found = {}
     for label in filter(None, map(str.strip, re.split(r",(?![^()]*\))", text))):

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,12 +26,12 @@ from utils.settings.arguments import Value
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
-LIMITS = ("num_generation_tokens", "force_answer_at")  # limits that --test_env_options can set, too
+LIMITS = ("num_generation_tokens", "force_answer_at")  # options of the sampler that --test_env_name can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
-GRADING = {"form", "partial"}  # options by which --also_eval grades the same replies again
+GRADING = {"form", "partial"}  # options by which the same replies are graded again
 CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run code: the value that runs none
 CODE_INSIDE = re.compile(rf"\b({'|'.join(CODE)})\s*=\s*([^,()]*)")  # such an option in a text of options, nested or not
-FILES = ("data_dir", *REWARDS, "episode", "agent", "agent_processes")  # flags of environments with such options
+FILES = ("data_dir", *REWARDS, "episode", "agent")  # flags of environments with such options
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,6 @@ class EnvConfig:
         "Program of the environment agent, which talks to the policy at OPENAI_BASE_URL: a command, or "
         "FILE.py:FUNCTION",
     )
-    agent_processes: int = option(
-        0, "Programs of --agent at a time; 0: 32 functions or four commands for each core", resumable=True
-    )
 
     def __post_init__(self):
         if self.reward_weights and not self.reward:
@@ -86,24 +83,16 @@ class EnvConfig:
         name, text, preset = options.get("env_name"), options.get("env_options"), presets.get("env_options")
         if not (name and text and preset):
             return {}
-        given, names = parse_options(str(text)), option_names(str(name))
-        foreign = {key: value for key, value in given.items() if key not in names}
-        if not foreign:
+        environments = [other for other, _ in parse_environments(str(name), "--env_name").values()]
+        names, given = set().union(*map(option_names, environments)), parse_options(str(text))
+        written = text_of({key: value for key, value in given.items() if key not in names})
+        if not written:
             return {}
-        written = ",".join(f"{key}={value}" for key, value in foreign.items())
-        base_name, _ = split_name(str(name))
         if presets.get("env_name") == preset:
             every = ", ".join(sorted(names))
-            raise UserError(f"{preset}: environment {base_name} has no option for {written}: choose one of {every}")
-        print(f"{preset}: --env_options {written} is left out, since environment {base_name} has no such option")
-        kept = [item for item in str(text).split(",") if item.partition("=")[0].strip() not in foreign]
-        return {"env_options": ",".join(kept)}
-
-    @property
-    def flags(self) -> dict[str, Value]:
-        """Settings that are options of the environment, if they are set."""
-        flags = {name: getattr(self, name) for name in FILES}
-        return {name: value for name, value in flags.items() if value}
+            raise UserError(f"{preset}: environment {name} has no option for {written}: choose one of {every}")
+        print(f"{preset}: --env_options {written} is left out, since environment {name} has no such option")
+        return {"env_options": text_of({key: value for key, value in given.items() if key in names})}
 
     def options(self, name: str) -> Options:
         """Returns the options of an environment, as --env_options and other flags set them.
@@ -112,12 +101,17 @@ class EnvConfig:
         each environment that reads such files. Rewards go to each environment without its own grader.
         """
         names = option_names(name)
-        flags = {key: value for key, value in self.flags.items() if key in names}
+        flags = {key: getattr(self, key) for key in FILES if key in names and getattr(self, key)}
         options = parse_options(self.env_options) | flags
         if split_name(name)[0] == split_name(self.env_name)[0]:
             return options
         inherited = names & {*STYLE, *FILES} - ({*REWARDS} - own_options(name))
         return {key: value for key, value in options.items() if key in inherited}
+
+
+def text_of(options: Options) -> str:
+    """Returns options as a command line has them."""
+    return ",".join(f"{name}={value}" for name, value in options.items())
 
 
 def code_settings(settings: Mapping[str, Value]) -> dict[str, str]:
@@ -142,16 +136,15 @@ def check_code(file: str, settings: Mapping[str, Value]) -> None:
 def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:
     """Returns the settings of a run by which its environment is played on held-out problems.
 
-    They are --env_options and limits, changed by --test_env_options if it is for the same environment.
+    They are --env_options and limits, changed by those of --test_env_name if it is the same environment.
     """
-    train_env, test_env = (split_name(str(settings.get(name, "")))[0] for name in ("env_name", "test_env_name"))
-    own = parse_options(str(settings.get("test_env_options", "")), "--test_env_options")
-    if not own or test_env not in ("", train_env):
+    tests = parse_environments(str(settings.get("test_env_name", "")))
+    name, own = next(iter(tests.values()), ("", {}))
+    if not own or split_name(name)[0] != split_name(str(settings.get("env_name", "")))[0]:
         return dict(settings)
-    limits = {name: own.pop(name) for name in LIMITS if name in own}
+    limits = {key: own.pop(key) for key in LIMITS if key in own}
     options = parse_options(str(settings.get("env_options", ""))) | own
-    text = ",".join(f"{name}={value}" for name, value in options.items())
-    return {**settings, **limits, "env_options": text, "test_env_options": ""}
+    return {**settings, **limits, "env_options": text_of(options), "test_env_name": name}
 
 
 @dataclass(frozen=True)
@@ -160,30 +153,12 @@ class HeldOutConfig:
 
     test_env_name: str = option(
         "",
-        "Environment of held-out problems, evaluated before, during and after training; X-test: the test split of "
-        "X; empty: none",
+        "Environments of held-out problems, evaluated before, during and after training, separated by commas; X-test: "
+        "the test split of X; X-test(numbers=3): with options that differ from --env_options, num_generation_tokens "
+        "and force_answer_at too. One that differs from another in form or partial only, as gsm8k(form=any), grades "
+        "its replies again. Empty: none",
         essential=True,
     )
-    test_env_options: str = option(
-        "",
-        "Options of --test_env_name that differ from --env_options, as name=value separated by commas; "
-        "num_generation_tokens and force_answer_at can be set here too",
-    )
-    test_interval: int = option(
-        10,
-        "Steps between held-out evaluations, and between example completions on the terminal; 0: only before and "
-        "after training",
-        resumable=True,
-    )
-
-    def __post_init__(self):
-        if self.test_interval < 0:
-            raise UserError(
-                "--test_interval must not be negative: raise it, or give 0 for evaluations only before and after "
-                "training"
-            )
-        if self.test_env_options and not self.test_env_name:
-            raise UserError("--test_env_options has no effect without --test_env_name: name the environment by it")
 
 
 @dataclass(frozen=True)
@@ -196,27 +171,22 @@ class RolloutSettings:
     max_new_tokens: int  # completion limit
     force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
     forced_answer: ForcedAnswer
-    written: str = ""  # in --also_eval
+    written: str = ""  # with options, as in --test_env_name
 
     @property
     def label(self) -> str:
         """Returns the name of its scores and data: an environment may be played in several ways."""
         return self.written or self.name
 
-    def describe(self) -> str:
-        """Returns the line that is printed at the start."""
-        return f"{self.label}: {self.manner}"
-
     @property
     def manner(self) -> str:
         """Returns how it is played, in words."""
         problem = self.env.problem(0)
         system = " ".join(system_prompt(problem.messages).split())
-        is_forced = self.force_answer_at > 0
         forced = f"{self.forced_answer.start.strip()} forced {self.force_answer_at} tokens before it"
         facts = [
             f"completions of at most {self.max_new_tokens} tokens",
-            forced if is_forced else "",
+            forced if self.force_answer_at > 0 else "",
             f"form {self.env.form}",
             f"thinking {'on' if problem.thinking else 'off'}",
             f"prefix {problem.prefix!r}" if problem.prefix else "",
@@ -257,27 +227,51 @@ class SamplerLimits(Protocol):
 
 
 def resolve_environments(
-    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits, also_eval: str = ""
+    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits
 ) -> dict[str, RolloutSettings]:
     """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
 
-    The environments of --also_eval that are sampled have the roles "test_env.LABEL".
-
-    Raises: UserError for what an environment does not take.
+    Further environments of --test_env_name have the roles "test_env.LABEL". Raises: UserError.
     """
     training = resolve_settings(config, config.env_name, limits.num_generation_tokens, limits.force_answer_at)
-    overrides = parse_options(held_out.test_env_options, "--test_env_options")
-    num_tokens, force_answer_at = training.max_new_tokens, training.force_answer_at
-    environments = {"env": training}
-    if held_out.test_env_name:
-        name = test_name(held_out.test_env_name)
-        test = resolve_settings(config, name, num_tokens, force_answer_at, overrides, is_inherited=True)
-        environments["test_env"], *others = also_evaluated(config, [test], also_eval, num_tokens, force_answer_at)
-        environments |= {f"test_env.{played.label}": played for played in others}
-    elif also_eval:
-        raise UserError(f"--also_eval {also_eval} has no effect without --test_env_name: name an environment by it")
+    limits = training.max_new_tokens, training.force_answer_at
+    environments = {"env": training} | by_role(resolve_held_out(config, held_out.test_env_name, *limits))
     check_files(config, [settings.name for settings in environments.values()])
     return environments
+
+
+def by_role(environments: Iterable[RolloutSettings]) -> dict[str, RolloutSettings]:
+    """Returns held-out environments by role: "test_env" is the first, another one "test_env.LABEL"."""
+    return {f"test_env.{x.label}" if i else "test_env": x for i, x in enumerate(environments)}
+
+
+def resolve_held_out(
+    config: EnvConfig, text: str, num_generation_tokens: int, force_answer_at: int, is_inherited: bool = True
+) -> list[RolloutSettings]:
+    """Returns how the environments of a list such as "gsm8k-test,gsm8k(form=any)" are played.
+
+    One without a split has that of an environment before it of the same name, or the test split. If it differs from
+    that environment in GRADING only, it is not sampled: that environment grades each reply in both ways.
+    is_inherited: the list is --test_env_name, and limits are those of training; if not, it is --env_name.
+
+    Raises: UserError for an unknown environment, and for an option that it does not take.
+    """
+    flag, played = "--test_env_name" if is_inherited else "--env_name", []
+    for label, (name, own) in parse_environments(text, flag).items():
+        base_name, split = split_name(name)
+        known = {split_name(other.name)[0]: other.name for other in played}
+        name = known.get(base_name, test_name(name)) if split == "train" else test_name(name)
+        same = next((i for i, other in enumerate(played) if other.name == name), None)
+        training = config if is_inherited else replace(config, env_name=name)
+        try:
+            if same is not None and played[same].env.max_turns == 1 and GRADING.issuperset(own):
+                played[same] = regraded(played[same], own, label)
+                continue
+            settings = resolve_settings(training, name, num_generation_tokens, force_answer_at, own, is_inherited)
+        except UserError as error:
+            raise UserError(f"{flag} {label}: {error}" if own else str(error)) from error
+        played.append(replace(settings, written=label if own else ""))
+    return played
 
 
 def resolve_settings(
@@ -290,19 +284,19 @@ def resolve_settings(
 ) -> RolloutSettings:
     """Returns how an environment is played.
 
-    A test environment takes over the limits of training (`is_inherited`), and its style by `EnvConfig.options`.
-    `overrides` are the values of --test_env_options: options of the environment, and the two limits.
-
-    Raises: UserError for what the environment does not take.
+    A test environment inherits the limits of training (`is_inherited`), and its style by `EnvConfig.options`.
+    `overrides`: its own options, which may have the two LIMITS. Raises: UserError for what it does not take.
     """
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
-            raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}: give an integer")
-    own = {key: value for key, value in overrides.items() if key not in LIMITS}
-    options = config.options(name) | own
-    try_own_code(options)
-    env = make_env(name, **options)
+            raise UserError(f"{key} is a number of tokens, not {overrides[key]!r}: give an integer")
+    options = config.options(name) | {key: value for key, value in overrides.items() if key not in LIMITS}
+    code = [str(options.get(key, "")) for key in ("reward", "episode")]
+    if any(code):
+        from envs.own.functions import try_import
 
+        try_import(*code)
+    env = make_env(name, **options)
     limit = overrides.get("num_generation_tokens", num_generation_tokens)
     limit = env.tokens_per_action if limit < 0 else limit
     answer = forced_answer(env)
@@ -314,51 +308,9 @@ def resolve_settings(
             "be forced: leave the option out"
         )
     force = env.force_answer_at if force < 0 else force
-    is_possible = bool(answer.start) and 0 < force < limit
-    if not is_requested and not is_possible:
+    if not is_requested and not (answer.start and 0 < force < limit):
         force = 0
-    return RolloutSettings(
-        name=name,
-        options=options,
-        env=env,
-        max_new_tokens=limit,
-        force_answer_at=force,
-        forced_answer=answer,
-    )
-
-
-def also_evaluated(
-    config: EnvConfig,
-    environments: Sequence[RolloutSettings],
-    also_eval: str,
-    num_generation_tokens: int,
-    force_answer_at: int,
-) -> list[RolloutSettings]:
-    """Returns the environments, followed by those of --also_eval that are sampled.
-
-    One of --also_eval has the split of an environment of the same name, or the test split. If it differs from that
-    environment in GRADING only, it is not sampled: that environment grades each reply in both ways.
-
-    Raises: UserError for an unknown environment, and for an option that it does not take.
-    """
-    played = {settings.name: settings for settings in environments}
-    splits = {split_name(name)[0]: name for name in played}
-    others = []
-    for label, (name, own) in parse_environments(also_eval).items():
-        base_name, split = split_name(name)
-        name = splits.get(base_name, test_name(name)) if split == "train" else test_name(name)
-        before = played.get(name)
-        try:
-            if before is None or before.env.max_turns > 1 or not GRADING.issuperset(own):
-                settings = resolve_settings(
-                    config, name, num_generation_tokens, force_answer_at, own, is_inherited=True
-                )
-                others.append(replace(settings, written=label))
-            else:
-                played[name] = regraded(before, own, label)
-        except UserError as error:
-            raise UserError(f"--also_eval {label}: {error}") from error
-    return [*played.values(), *others]
+    return RolloutSettings(name, options, env, limit, force, answer)
 
 
 def regraded(settings: RolloutSettings, own: Options, label: str) -> RolloutSettings:
@@ -368,15 +320,6 @@ def regraded(settings: RolloutSettings, own: Options, label: str) -> RolloutSett
     labels = ",".join(filter(None, [str(settings.options.get(REGRADED, "")), label]))
     options = settings.options | {REGRADED: labels}
     return replace(settings, options=options, env=make_env(settings.name, **options))
-
-
-def try_own_code(options: Options) -> None:
-    """Raises UserError if files of the user cannot be executed, or do not return."""
-    reward, episode = (str(options.get(name, "")) for name in ("reward", "episode"))
-    if reward or episode:
-        from envs.own.functions import try_import
-
-        try_import(reward, episode)
 
 
 def forced_answer(env: Env) -> ForcedAnswer:

@@ -250,7 +250,7 @@ def make_member(
     name: str, config: Config, layout: Layout, shared: SharedSampler, first: Member | None = None
 ) -> Member:
     """Returns a member, over the base of the first one if there is one already."""
-    environments = resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = MemberRun(config, layout, environments)
     lora = replace(config.lora, lora_merge="never")
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}
@@ -309,7 +309,7 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptio
     if scores := format_runs(runs, groups):
         print(scores)
     plot_runs(runs, folder / "population.png")
-    write_report([member.run.folder.path for member in members], folder / "population.html", groups)
+    write_report([member.run.folder.path for member in members], folder / "population.html")
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
 
 

@@ -146,7 +146,7 @@ def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
     room = lambda worker, *_: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
     # Workers for which memory leaves other numbers of rows.
     monkeypatch.setattr(RolloutWorker, "with_room", room)
-    options = [*ALL, "--inference_batch_per_device=0", "--test_env_options=num_generation_tokens=200"]
+    options = [*ALL, "--inference_batch_per_device=0", "--test_env_name=countdown-test(num_generation_tokens=200)"]
     shared = SharedSampler(["a"])
     configs = {"a": parse(Config, [*options, f"--save_dir={tmp_path / 'a'}"])}
     members = population.make_members(configs, single_device(), shared)

@@ -41,7 +41,7 @@ END
     options+=",form=boxed,thinking=off,prefix=Reply:,system=Answer as in this example. $example"
     limits=(--prompt_length 176 --num_generation_tokens 80 --force_answer_at 0)
     batch=(--groups_per_batch 8 --max_steps 60 --test_interval 20)
-    also=(--also_eval "dataset-test(form=any)")
+    tests="dataset-test,dataset-test(form=any)"
     ;;
 calculator | agent)
     "$python" - "$runs" <<'END'
@@ -69,21 +69,21 @@ END
         limits+=(--episode recipes/calculator/calculator.py:Calculator)
     fi
     batch=(--groups_per_batch 4 --max_steps 10 --test_interval 10)
-    also=()
+    tests="$env-test"
     ;;
 *)
     echo "TASK=$task: choose gsm8k, calculator or agent" >&2
     exit 2
     ;;
 esac
-shared=(--env_options "$options" --dtype float32 "${limits[@]}" "${also[@]}")
-"$python" core/grpo.py --model_dir "$model" --env_name "$env" --test_env_name "$env-test" "${shared[@]}" \
+shared=(--env_options "$options" --dtype float32 "${limits[@]}")
+"$python" core/grpo.py --model_dir "$model" --env_name "$env" --test_env_name "$tests" "${shared[@]}" \
     "${batch[@]}" --lora_rank 16 --lr 1e-4 --temperature 0.6 --group_size 8 --max_resampling 1 --ppo_minibatch 0 \
     --tokens_per_microbatch 512 --num_eval_tasks 64 --save_interval 5 --keep 1 --save_dir "$runs/run" "$@"
 [[ ${UNTIL:-} != training ]] || exit 0
 
 score() { # a name, options: scores of both models, unless they are there
-    [[ -f $runs/$1.json ]] || "$python" core/eval.py --model_dir "$model,$runs/run" --env_name "$env-test" \
+    [[ -f $runs/$1.json ]] || "$python" core/eval.py --model_dir "$model,$runs/run" --env_name "$tests" \
         "${shared[@]}" --json "$runs/$1.json" --save_samples "$runs/$1.jsonl" "${@:2}"
 }
 score greedy --num_eval_tasks 256 --temperature 0

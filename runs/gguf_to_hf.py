@@ -34,7 +34,7 @@ from tokenizers.models import BPE
 from models.architecture import Decoder
 from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
-from models.rotary import Rotary, Scaling, frequencies
+from models.rotary import Scaling, frequencies
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
@@ -151,8 +151,8 @@ def read_scaling(gguf: Gguf, model: Decoder) -> Scaling:
     """
     factors = dequantize(gguf, ROPE_FACTORS)
     scaling = Scaling("llama3", float(factors.max()))
-    plain = frequencies(Rotary(model.rope_theta), model.head_dim)
-    scaled = frequencies(Rotary(model.rope_theta, scaling), model.head_dim)
+    plain = frequencies(model.rope_theta, None, model.head_dim)
+    scaled = frequencies(model.rope_theta, scaling, model.head_dim)
     if factors.shape != plain.shape or not np.allclose(factors, plain / scaled, rtol=1e-4):
         raise UserError(f"{gguf.path}: {ROPE_FACTORS} are not the factors of Llama 3.1, the only ones supported")
     return scaling

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from core.config import Config
-from envs import ENVS
+from envs import ENVS, parse_environments
 from tests.helpers import ROOT
 from utils.settings.config import parse
 
@@ -28,5 +28,6 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     config = parse(Config, flags)
     assert config.seed == 7
     test_env_name = config.held_out.test_env_name
-    assert test_env_name.endswith("-test"), "a result needs held-out problems"
-    assert {config.env.env_name, test_env_name.removesuffix("-test")} <= set(ENVS)
+    tests = [name for name, _ in parse_environments(test_env_name).values()]
+    assert tests, "a result needs held-out problems"
+    assert {f"{config.env.env_name}-test", *tests} <= {f"{name}-test" for name in ENVS}

@@ -7,7 +7,6 @@ import pytest
 from core.config import Config
 from core.run.folder import settings_of_model
 from envs.settings import resolve_environments
-from utils.runs.checks import describe_others
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 
@@ -46,7 +45,7 @@ SENTENCES = {  # command line: what is printed
     "--lr -1": "--lr must not be negative",
     "--groups_per_batch 0": "--groups_per_batch must be at least 1",
     "--do_group_filter maybe": "--do_group_filter is 'maybe': give one of 0, 1, true, false",
-    "--test_interval -1": "--test_interval must not be negative: raise it, or give 0 for evaluations",
+    "--test_interval -1": "--test_interval and --seed must not be negative: raise the one that is",
     "--env_name poem --env_options form=tags": "environment poem has no option 'form': choose one of max_characters",
     "--env_name countdown --env_options numbers=many": "option numbers takes int, not 'many'",
     "--env_name countdown --episode x.py:C": "countdown takes it: leave it out, or give --env_name dataset",
@@ -100,10 +99,3 @@ def test_options_of_a_preset_go_with_its_environment(capsys):
     found = line.format("prompt=bare", "countdown")[:20]
     assert found not in said("--config games.py --env_name countdown", capsys)
 
-
-def test_a_folder_of_other_files_is_named(folder):
-    assert describe_others(folder).endswith(
-        "holds other files (empty.jsonl, games.py, groups.py): those of the run are written beside them"
-    )
-    (folder / "config.json").write_text("{}")
-    assert describe_others(folder) == ""

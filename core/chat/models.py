@@ -1,7 +1,7 @@
-"""Models to talk to, on the terminal or elsewhere: their options, how they are loaded, and their replies."""
+"""Models to chat with: their options, how they are loaded, and their replies."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from core.chains.attach import with_forced_answer
 from core.chains.pages import with_pages
-from core.chat.terminal import ShowText
 from core.sampler import Sampler, SamplingConfig, Segment, make_sampler
 from envs.data.rows import check_text
 from models.architecture import Decoder
@@ -23,30 +22,24 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig
-from utils.settings.errors import UserError
-from utils.settings.groups import ComputeConfig
+from utils.settings.groups import ComputeConfig, ModelConfig
 from utils.settings.options import group, option
 from utils.threefry import make_key
 
+ShowText = Callable[[str], None]  # called with all of a reply so far; what it raises ends the reply
 PromptStyle = tuple[bool | None, str]  # thinking (None: the default of the template), and prefix of the reply
 
 
 @dataclass(frozen=True)
-class ChatModelConfig:
-    """Model."""
+class ChatModelConfig(ModelConfig):
+    """Prompts."""
 
-    ckpt_dir: str = option(
-        "models/tiny",
-        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step)",
-        essential=True,
-    )
     thinking: str = option(
         "",
         "Thinking mode of the chat template; empty: the mode in which a model was trained here, or the template's "
         "default",
         ["", "on", "off"],
     )
-    seed: int = option(0, "Seed of sampling")
 
 
 @dataclass(frozen=True)
@@ -85,21 +78,6 @@ class ChatModel:
         show_text(reply)
         return reply
 
-    def change(self, name: str, value: str) -> None:
-        """Changes a setting of the sampling distribution. Raises: UserError."""
-        settings = vars(self.sampler.distribution)
-        if name not in settings:
-            raise UserError(f"/set {name}: there is no such setting: choose one of {', '.join(settings)}")
-        try:
-            number = type(settings[name])(value)
-        except ValueError as error:
-            raise UserError(f"/set {name} {value} is not a number: give one (now {settings[name]})") from error
-        self.sampler = replace(self.sampler, distribution=replace(self.sampler.distribution, **{name: number}))
-
-    def describe(self) -> str:
-        """Returns the settings of sampling, in words."""
-        return ", ".join(f"{name} {value:g}" for name, value in vars(self.sampler.distribution).items())
-
 
 def load_chat_models(
     names: Sequence[str], config: ChatCommand, layout: Layout, kind: type[ChatModel] = ChatModel
@@ -132,21 +110,14 @@ def make_text_sampler(
     Unless prompts are `raw`, a chat is compared with transformers' rendering first.
     """
     limit = config.sampling.num_generation_tokens
-    limit = 256 if limit < 0 else limit
-    force_answer_at = max(0, config.sampling.force_answer_at)
-    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
-    for note in () if raw else compare_chat(tokenizer, config.model.thinking):
-        if layout.is_main:
-            print(note, file=sys.stderr)
-    return with_pages(with_forced_answer(sampler, force_answer_at), config.sampling.page_size)
-
-
-def compare_chat(tokenizer: Tokenizer, thinking: str) -> list[str]:
-    """Compares a chat of two turns with transformers' rendering: see models/oracle.py."""
-    ((thinks, prefix),) = prompt_styles([tokenizer], thinking)
-    said = [{"role": role, "content": f" {role}: 1 + 1?\n"} for role in ("user", "assistant", "user")]
-    ids = tokenizer.chat(said, thinks, prefix)
-    return check_prompt(tokenizer, ids, said, thinks, prefix, what="the prompt of a chat's second turn")
+    sampler = make_sampler(config.sampling, model, tokenizer, layout, 256 if limit < 0 else limit)
+    if not raw and layout.is_main:
+        style, *_ = prompt_styles([tokenizer], config.model.thinking)
+        said = [{"role": role, "content": f" {role}: 1 + 1?\n"} for role in ("user", "assistant", "user")]
+        ids = tokenizer.chat(said, *style)
+        notes = check_prompt(tokenizer, ids, said, *style, what="the prompt of a chat's second turn")
+        sys.stderr.writelines(f"{note}\n" for note in notes)
+    return with_pages(with_forced_answer(sampler, max(0, config.sampling.force_answer_at)), config.sampling.page_size)
 
 
 def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[PromptStyle]:

@@ -2,32 +2,18 @@
 
 import contextlib
 import signal
-from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
 
+from core.chat.models import ChatModel
 from models.messages import Message
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
-from utils.settings.errors import UserError
 
-ShowText = Callable[[str], None]  # called with all of a reply so far; what it raises ends the reply
 HELP = """\
 /new               begins another conversation
-/set               shows the settings of sampling, /set temperature 0.7 changes one
 /help              shows this
 /quit, exit        ends, as Ctrl-D does; Ctrl-C stops a reply"""
 ENDS = ("/quit", "/exit", "exit", "quit")
-
-
-class Model(Protocol):
-    """A model to chat with; ChatModel of core/chat/models.py documents its methods."""
-
-    name: str
-
-    def reply(self, messages: list[Message], show_text: ShowText) -> str: ...
-    def change(self, name: str, value: str) -> None: ...
-    def describe(self) -> str: ...
 
 
 class Stopped(Exception):
@@ -88,7 +74,7 @@ class Interrupts:
             self.requested = False
 
 
-def converse(model: Model) -> None:
+def converse(model: ChatModel) -> None:
     """Reads messages until the end of input, and prints the replies as they grow."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` editing and history; not on every system)
@@ -105,28 +91,12 @@ def converse(model: Model) -> None:
             if text == "/new":
                 messages = []
             elif text.startswith("/"):
-                print(run_command(model, text))
+                print(HELP)
             elif text:
                 messages = answer(model, [*messages, {"role": "user", "content": text}], interrupts)
 
 
-def run_command(model: Model, text: str) -> str:
-    """Changes a setting, if that is the command; returns what to print."""
-    name, *arguments = text.split()
-    if name == "/help":
-        return HELP
-    if name != "/set" or len(arguments) not in (0, 2):
-        return f"{text}: there is no such command\n{HELP}"
-    try:
-        if arguments:
-            setting, value = arguments
-            model.change(setting, value)
-    except UserError as error:
-        return str(error)
-    return model.describe()
-
-
-def answer(model: Model, messages: list[Message], interrupts: Interrupts) -> list[Message]:
+def answer(model: ChatModel, messages: list[Message], interrupts: Interrupts) -> list[Message]:
     """Prints the reply to the last message; returns the conversation, without that message if there is no reply."""
     stream = StreamPrinter()
     with contextlib.ExitStack() as stack:

@@ -216,7 +216,7 @@ def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape)
     is_without_gradients = shape in learner.shapes_without_gradients
     if learner.has_old_logprobs and is_without_gradients:
         yield outputs_program(learner, learner.policy(params), batch, packing)
-    if config.objective.kl.has_reference and is_without_gradients:
+    if config.objective.kl.kl_coef > 0 and is_without_gradients:
         yield outputs_program(learner, learner.reference, replace(batch, routes=None), packing)
     yield zeros, (tuple(jax.tree.leaves(params)), dtype)
     if learner.layout.num_chains(model.num_parameters) > 1:

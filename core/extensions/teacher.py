@@ -28,18 +28,15 @@ from core.terms.distill import (
     TEACHER_COEFFICIENTS,
     TEACHER_LOGPROBS,
     ComparedDistribution,
-    DistillConfig,
 )
 from envs.base import Problem
 from models.architecture import Decoder
-from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
+from models.checkpoint import default_dtype, load_model, open_model, resolve_model_dir
 from models.decoder import head_name, target_hidden
-from models.lora import LoraConfig, make_policy
-from models.memory import check_host_room, check_room, gigabytes, second_layout
+from models.memory import check_host_room, check_room, second_layout
 from models.names import CRITIC, EMBED, TEACHER, Adapters, Array, Extras, Params, Policy
 from models.oracle import check_prompt
 from models.packing import Packing
-from models.peft import read_adapters
 from models.state import TrainState
 from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
@@ -49,7 +46,6 @@ from utils.settings.errors import UserError, counted
 MOST_TRUNCATED = 0.3  # share of completions; a step above it is warned of: see utils/metrics/health.py
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
 SHOWN = "A correct answer to the question that follows:\n\n"  # and a sibling's completion
-MARK = "lmpocontent"  # replaces a system message's text, to test that a template shows it
 
 
 class TokenStates(NamedTuple):
@@ -110,7 +106,6 @@ class Prefix:
 
 
 def system(text: str) -> Message:
-    """Returns a system message."""
     return {"role": "system", "content": text}
 
 
@@ -264,11 +259,13 @@ def attach_teacher(
     model, policy, tokenizer, notes = learner.model, None, worker.tokenizer, []
     if options.teacher != SELF:
         model, policy, tokenizer = load_teacher(config, learner, state)
-        notes = compare_tokenizers(options.teacher, tokenizer, worker)
-        check_size(options.teacher, model, learner.model)
+        notes = compare_with_policy(options.teacher, tokenizer, model.vocab_size, worker)
         model, policy = without_padding(model, policy, learner.model.vocab_size, learner.layout)
     elif options.teacher_decay or not (learner.base or options.distill == SAMPLED):
-        state = replace(state, extra=state.extra | {TEACHER: kept_of_policy(options, learner, state)})
+        # All that is trained, for the average. Or the head, which updates change while the states stay.
+        names = [name for name in state.params if name != CRITIC] if options.teacher_decay else [head_name(model)]
+        kept = {name: jax.tree.map(jnp.copy, state.params[name]) for name in names}
+        state = replace(state, extra=state.extra | {TEACHER: kept})
     prefix = make_prefix(options.teacher_prefix, worker.tokenizer, worker)
     num_columns = prefix.longest + learner.row_length
     if num_columns > model.num_positions:
@@ -278,39 +275,21 @@ def attach_teacher(
         )
     beside = {}
     if options.distill != SAMPLED:
-        num_bytes = states_bytes(config, model, num_columns)
+        # Twice: in micro-batches at first, then in minibatches.
+        num_bytes = 2 * config.batch_size * bucket(num_columns) * model.hidden_size * jnp.dtype(model.dtype).itemsize
         check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
-        if policy or learner.base:
-            beside[TEACHER] = whole_head(model, policy or learner.base, learner)
+        if weights := policy or learner.base:
+            head = weights[head_name(model)]
+            copied = copied_head(head, learner.model.vocab_size, learner.layout)
+            as_copied = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding) if copied else None
+            beside[TEACHER] = as_copied(head) if copied else head
     copies = [second_layout(model, head) for head in beside.values()]
     learner = learner.planned(state, (beside, policy, copies))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
     teacher = replace(teacher, model=model, num_generation_tokens=teacher.num_generation_tokens + prefix.longest)
-    notes = *learner.notes, *notes, describe(config, model, prefix, num_columns)
-    own = {"config": config, "beside": beside, "notes": notes}
+    own = {"config": config, "beside": beside, "notes": (*learner.notes, *notes, describe(config, model, prefix))}
     own |= {"teacher": teacher, "policy_of_teacher": policy, "prefix": prefix}
     return config, TaughtLearner(**vars(learner) | own), state
-
-
-def kept_of_policy(options: DistillConfig, learner: Learner, state: TrainState) -> Params | Adapters:
-    """Returns a copy of the parameters that --teacher self needs after the scoring of a batch.
-
-    With --teacher_decay: all trained parameters of the policy, for the average. Without it: the head only, because
-    updates change the head while the teacher's states were computed with the old one.
-    """
-    names = [head_name(learner.model)]
-    if options.teacher_decay:
-        names = [name for name in state.params if name != CRITIC]
-    return {name: jax.tree.map(jnp.copy, state.params[name]) for name in names}
-
-
-def states_bytes(config: Config, model: Decoder, num_columns: int) -> int:
-    """Returns the bytes that a teacher's states of a batch take on the host, with a second copy.
-
-    The states are in micro-batches at first, then in minibatches.
-    """
-    item = jnp.dtype(model.dtype).itemsize
-    return 2 * config.batch_size * bucket(num_columns) * model.hidden_size * item
 
 
 def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout) -> jax.ShapeDtypeStruct | None:
@@ -325,16 +304,6 @@ def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout
     return jax.ShapeDtypeStruct(size, head.dtype, sharding=sharding)
 
 
-def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
-    """Returns the teacher's head as updates read it: see `copied_head`."""
-    head = policy[head_name(model)]
-    copied = copied_head(head, learner.model.vocab_size, learner.layout)
-    if copied is None:
-        return head
-    cut = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)
-    return cut(head)
-
-
 def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
     """Returns the teacher over the policy's ids: ids that the policy lacks are padding, and get no probability."""
     if model.vocab_size == num_ids:
@@ -347,33 +316,20 @@ def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout
 
 
 def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[Decoder, Policy, Tokenizer]:
-    """Loads the teacher's model, in the dtype of matmuls; if it has adapters over the policy's base, only the adapters.
+    """Loads the teacher's model, in the dtype of matmuls.
 
     Raises: UserError as `load_model`, and for a teacher that does not fit into the free memory.
     """
-    name, arguments, layout = resolve_model_dir(config.distill.teacher), config.compute.arguments, learner.layout
-    adapters = read_adapters(find_model(name))
-    dtype = config.lora.base_dtype
-    if adapters and learner.base and adapters.base_dtype == dtype and is_same_base(adapters.base, config.model_dir):
-        lora = LoraConfig(lora_rank=adapters.rank, base_dtype=dtype)
-        model, base, trained, tokenizer = load_policy(name, lora, 0, layout, **arguments, base=learner.base)
-        return model, make_policy(base, trained), tokenizer
-    arguments["param_dtype"] = arguments["dtype"] or default_dtype()
+    name, layout = resolve_model_dir(config.distill.teacher), learner.layout
+    arguments = config.compute.arguments | {"param_dtype": config.compute.dtype or default_dtype()}
     source = open_model(name, layout, **arguments)
     check_room(f"--teacher {name}", source.model, layout, (state, learner.reference or learner.base))
     return load_model(name, layout, **arguments)
 
 
-def is_same_base(base: str, model_dir: str) -> bool:
-    """True if adapters over this base are over that of the policy."""
-    folder = find_model(resolve_model_dir(model_dir))
-    own = read_adapters(folder)
-    return find_model(base).resolve() == (find_model(own.base) if own else folder).resolve()
-
-
-def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> list[str]:
-    """Returns a note if prompts or stop tokens differ. Raises: UserError if ids stand for other tokens."""
-    own = worker.tokenizer
+def compare_with_policy(name: str, teacher: Tokenizer, num_ids: int, worker: RolloutWorker) -> list[str]:
+    """Returns a note if prompts or stop tokens differ. Raises: UserError if ids stand for other tokens, or lack."""
+    own, num_own = worker.tokenizer, worker.sampler.model.vocab_size
     if different := sorted(teacher.ids.items() ^ own.ids.items(), key=lambda item: item[1]):
         token, number = different[0]
         raise UserError(
@@ -381,21 +337,17 @@ def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> 
             f"{token!r} with id {number}): choose one with the same ids, since distillation compares probabilities of "
             "the same ids"
         )
+    if num_ids < num_own:
+        raise UserError(
+            f"--teacher {name} has vocab_size {num_ids:,}, below the policy's {num_own:,}, so some ids have no "
+            "probability: choose a teacher with at least as many ids"
+        )
     notes, problem = [], worker.env.problem(0)
     if teacher.special_ids != own.special_ids or teacher.stop_ids != own.stop_ids:
         notes.append(f"the teacher ends a completion by ids {teacher.stop_ids}, the policy by {own.stop_ids}")
     if encode_prompt(teacher, problem) != encode_prompt(own, problem):
         notes.append("the teacher's chat template writes prompts in another way; it reads those of the policy")
     return [f"--teacher {name}: {note}" for note in notes]
-
-
-def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
-    """Raises UserError for a teacher with fewer ids than the policy; further ids, which are padding, are dropped."""
-    if teacher.vocab_size < model.vocab_size:
-        raise UserError(
-            f"--teacher {name} has vocab_size {teacher.vocab_size:,}, below the policy's {model.vocab_size:,}, so some "
-            "ids have no probability: choose a teacher with at least as many ids"
-        )
 
 
 def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefix:
@@ -418,33 +370,19 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
         text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
         if not text:
             raise UserError(f"--teacher_prefix @{file}: there is no such file, or it has no text: name another file")
+    said = SHOWN if text == SIBLING else text
     try:
-        marked = tokenizer.decode(prefix.prompt(problem, MARK))
+        shown = prefix.prompt(problem, said)
     except UserError as error:
         raise UserError(f"--teacher_prefix is a system message, and {error}") from error
-    if MARK not in marked:
-        raise UserError(
-            "--teacher_prefix is a system message, which the chat template leaves out of this prompt: leave out "
-            "--teacher_prefix, or the system message of the environment"
-        )
-    said = SHOWN if text == SIBLING else text
-    shown = prefix.prompt(problem, said)
-    check_prompt(
-        tokenizer,
-        shown,
-        [system(said), *problem.messages],
-        thinking=problem.thinking,
-        prefix=problem.prefix,
-        plain=problem.plain,
-        tools=problem.tools,
-        what="the teacher's prompt",
-    )
+    style = problem.thinking, problem.prefix, problem.plain, problem.tools
+    check_prompt(tokenizer, shown, [system(said), *problem.messages], *style, what="the teacher's prompt")
     num_added = len(shown) - len(encode_prompt(tokenizer, problem)) + num_written
     return replace(prefix, text=text, longest=max(0, num_added))
 
 
-def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -> str:
-    """Returns in one line the teacher, the loss, and the bytes that wait on the host."""
+def describe(config: Config, model: Decoder, prefix: Prefix) -> str:
+    """Returns in one line the teacher and the loss."""
     options = config.distill
     who = f"{options.teacher}, {model.num_parameters:,} parameters"
     if options.teacher_decay:
@@ -452,11 +390,7 @@ def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -
     if options.teacher_prefix:
         what = "a successful sibling" if prefix.text == SIBLING else f"{prefix.longest} tokens of its own"
         who += f", which reads {what} before the prompt"
-    size = gigabytes(states_bytes(config, model, num_columns))
-    loss = (
-        f"+ {options.distill_coef:g} x {options.distill} divergence of each token's distribution, for which the host "
-        f"keeps up to {size} GB"
-    )
+    loss = f"+ {options.distill_coef:g} x {options.distill} divergence of each token's distribution"
     if options.distill == SAMPLED:
-        loss = f"A + {options.distill_coef:g} (log q - log p) of each drawn token"
+        loss = f"A + {options.distill_coef:g} (log q - log p) of each sampled token"
     return f"teacher q: {who}; {loss}; groups of equal rewards stay"

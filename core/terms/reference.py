@@ -14,7 +14,7 @@ from jaxtyping import Float
 from core.records import Batch, zero_outside_mask
 from models.lora import LORA_B, make_policy
 from models.names import Adapters, Array, Params, Policy, Weights, dtype_of
-from utils.settings.errors import refuse
+from utils.settings.errors import UserError
 from utils.settings.options import option
 
 
@@ -25,7 +25,7 @@ class KLConfig:
     kl_coef: float = option(
         0.0,
         "Coefficient of the KL divergence from the reference model: the policy at the start of the run, adapters "
-        "included. If above 0, a copy of its trained parameters is kept in memory; 0: off",
+        "included. If above 0, a copy of its trained parameters is kept in memory, and kl is logged; 0: off",
     )
     kl_in: str = option(
         "loss",
@@ -34,24 +34,9 @@ class KLConfig:
         ["loss", "reward"],
     )
 
-    kl_every: int = option(
-        0,
-        "Steps between two measurements of the KL divergence from the reference model, which is logged as kl. It is "
-        "computed from all rollouts of a step, by k3, and no loss reads it; 0: none",
-        resumable=True,
-    )
-
     def __post_init__(self):
-        refuse([
-            (self.kl_coef < 0, f"--kl_coef {self.kl_coef} must not be negative: raise it, or give 0 to switch it off"),
-            (self.kl_every < 0, f"--kl_every {self.kl_every} must not be negative: raise it, or give 0 for none"),
-            (self.kl_coef > 0 and self.kl_every > 0,
-             "--kl_coef logs kl at each step already: leave out --kl_every"),
-        ])  # fmt: skip
-
-    @property
-    def has_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_every > 0
+        if self.kl_coef < 0:
+            raise UserError(f"--kl_coef {self.kl_coef} must not be negative: raise it, or give 0 to switch it off")
 
 
 def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> Policy:
@@ -70,15 +55,6 @@ def reference_kl(logprobs: Float[Array, "B T"], batch: Batch) -> Float[Array, "B
     """Returns an estimate of KL(p || p_ref) at each token, nats: k3 of joschu.net/blog/kl-approx.html."""
     x = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
     return jnp.exp(-x) + x - 1
-
-
-def sampled_kl(batch: Batch, ref_logprobs: Float[np.ndarray, "B T"]) -> float:
-    """Returns an estimate of KL(p || p_ref), p the policy that sampled: the mean of k3 over its tokens, nats.
-
-    0 if it sampled no token.
-    """
-    x = np.float64(batch.sample_logprobs[batch.mask]) - ref_logprobs[batch.mask]
-    return float(np.mean(np.exp(-x) + x - 1)) if x.size else 0.0
 
 
 def kl_penalty(batch: Batch, config: KLConfig) -> Float[np.ndarray, "B T"]:

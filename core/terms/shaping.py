@@ -1,4 +1,4 @@
-"""Advantages shaped over the batch: normalized, clipped, weighted.
+"""Advantages shaped over the batch: normalized, weighted.
 
 B rows, T row length; C columns of advantages, 1 or T; D columns of shaped advantages.
 """
@@ -19,8 +19,9 @@ class ShapingConfig:
     do_global_normalization: bool = option(
         False, "Normalize advantages over the batch to mean 0 and standard deviation 1, after --advantage"
     )
-    do_clip_advantages: bool = option(False, "Replace negative advantages by 0, after --do_global_normalization")
-    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: no change")
+    negative_advantage_multiplier: float = option(
+        1.0, "Factor of negative advantages, applied last; 0: they are replaced by 0; 1: no change"
+    )
 
 
 def shape_advantages(
@@ -30,7 +31,7 @@ def shape_advantages(
     batch: Batch,
     config: ShapingConfig,
 ) -> Float[np.ndarray, "B D"]:
-    """Returns the advantages normalized, clipped and weighted, as far as the options are on.
+    """Returns the advantages normalized and weighted, as far as the options are on.
 
     They are normalized over the rollouts that are kept, or over their tokens if each token has its own advantage.
     Rollouts of groups without signal count there with advantage 0.
@@ -40,8 +41,6 @@ def shape_advantages(
         is_first = np.isin(np.arange(len(batch)), batch.first_rows)
         counted = batch.mask if is_per_token else (kept & is_first)[:, None]
         advantages = masked_whiten(np.where(signal[:, None], advantages, 0), counted)
-    if config.do_clip_advantages:
-        advantages = np.maximum(advantages, 0)
     if config.negative_advantage_multiplier != 1:
         weight = np.float32(config.negative_advantage_multiplier)
         advantages = np.where(advantages < 0, weight * advantages, advantages)

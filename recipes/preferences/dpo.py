@@ -3,8 +3,10 @@
     python recipes/preferences/dpo.py --model_dir ~/runs/sft --data pairs.jsonl --save_dir ~/runs/dpo
     python recipes/preferences/dpo.py --model_dir ~/runs/sft --pairs_from ~/runs/gsm8k --loss ipo --save_dir ~/runs/ipo
 
-The loop is that of core/sft.py. A pair is two rows. The loss of a pair depends on the log-probabilities of both rows,
-so these are computed first; an update is then one of REINFORCE, whose advantages are the slopes of the loss.
+The columns of --data are prompt, chosen and rejected, as text or lists of messages, or as --columns
+prompt=COLUMN,chosen=COLUMN,rejected=COLUMN names them. The loop is that of core/sft.py. A pair is two rows. The loss of
+a pair depends on the log-probabilities of both rows, so these are computed first; an update is then one of REINFORCE,
+whose advantages are the slopes of the loss.
 """
 
 import gc
@@ -76,7 +78,6 @@ class DPOOptimizerConfig(SftOptimizerConfig):
 class DPOConfig(SFTConfig):
     """Preferences."""
 
-    batch_size: int = option(16, "Pairs in a step; a step is one update", essential=True)
     data: PairConfig = group(PairConfig)
     optimizer: DPOOptimizerConfig = group(DPOOptimizerConfig)
     loss: str = option(

@@ -20,19 +20,12 @@ class PairConfig(DataConfig):
 
     noun = "pair"
 
-    data: str = option(
-        "",
-        "Pairs to train on: a file (JSONL, JSON, CSV, Parquet; .gz) or owner/name on the hub. Columns are prompt, "
-        "chosen and rejected, as text or lists of messages; without prompt, the messages that both begin with",
-        essential=True,
-    )
     pairs_from: str = option(
         "",
         "Run folder whose stored rollouts (--save_rollouts all) are the pairs, instead of --data: the best and the "
         "worst of each group",
         essential=True,
     )
-    columns: str = option("", f"Names of columns, as {FORM}, with dots before nested names; empty: these names")
 
     def __post_init__(self):
         if bool(self.data) == bool(self.pairs_from):

@@ -1,4 +1,4 @@
-"""--also_eval: the same replies graded in a second way, and other environments that are sampled beside."""
+"""Lists of --test_env_name: the same replies graded in a second way, and other environments that are sampled."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from core.config import Config
 from envs import make_env
 from envs.settings import RolloutSettings, resolve_environments
 from tests.helpers import ROOT, read_jsonl, train_here
-from utils.evaluation.estimates import task_estimates
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -20,12 +19,12 @@ DATA = ROOT / "tests" / "fixtures" / "data"
 LENIENT = "gsm8k(form=any)"
 
 
-def settings_of(also_eval: str, test_env_name: str = "gsm8k-test", **flags: str) -> dict[str, RolloutSettings]:
-    """How training, testing and the environments of --also_eval are played, by role."""
-    flags |= {"test_env_name": test_env_name, "also_eval": also_eval, "data_dir": str(DATA)}
+def settings_of(others: str, test_env_name: str = "gsm8k-test", **flags: str) -> dict[str, RolloutSettings]:
+    """How training, testing and the other environments of --test_env_name are played, by role."""
+    flags |= {"test_env_name": f"{test_env_name},{others}", "data_dir": str(DATA)}
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
     config = parse(Config, ["--env_name", "gsm8k", *argv])
-    return resolve_environments(config.env, config.held_out, config.sampling, config.eval.also_eval)
+    return resolve_environments(config.env, config.held_out, config.sampling)
 
 
 @pytest.mark.parametrize(
@@ -48,63 +47,46 @@ def test_reply_is_graded_in_both_forms(reply, strict, lenient):
     assert tuple(scores[name] for name in names) == strict
     assert tuple(scores[f"{LENIENT}/{name}"] for name in names) == lenient
     assert problem == make_env("gsm8k-test", data_dir=str(DATA), form="boxed").problem(0), "the prompts stay"
-    assert f"graded also as {LENIENT}" in test.describe()
+    assert f"graded also as {LENIENT}" in test.manner
     assert LENIENT not in str(played["env"].options), "training has one reward"
 
 
 @pytest.mark.parametrize(
-    ("also_eval", "test_env_name", "regraded", "sampled"),
+    ("others", "test_env_name", "regraded", "sampled"),
     [
         (f"{LENIENT}, gsm8k(form=hash,partial=0)", "gsm8k-test", [LENIENT, "gsm8k(form=hash,partial=0)"], []),
         (LENIENT, "gsm8k-valid", [LENIENT], []),
         ("gsm8k-test(form=any)", "gsm8k-valid", [], [("gsm8k-test(form=any)", "gsm8k-test")]),
         ("gsm8k(thinking=off)", "gsm8k-test", [], [("gsm8k(thinking=off)", "gsm8k-test")]),
-        ("countdown3", "gsm8k-test", [], [("countdown3", "countdown3-test")]),
+        ("countdown3", "gsm8k-test", [], [("countdown3-test", "countdown3-test")]),
         ("calculator(max_number=9)", "calculator", [], [("calculator(max_number=9)", "calculator-test")]),
         ("python(form=any)", "python", [], [("python(form=any)", "python-test")]),
         (f"math500(form=hash),{LENIENT}", "gsm8k-test", [LENIENT], [("math500(form=hash)", "math500-test")]),
     ],
 )
-def test_replies_are_sampled_again_unless_the_grading_alone_differs(also_eval, test_env_name, regraded, sampled):
-    played = settings_of(also_eval, test_env_name)
+def test_replies_are_sampled_again_unless_the_grading_alone_differs(others, test_env_name, regraded, sampled):
+    played = settings_of(others, test_env_name)
     scores = played["test_env"].env.score(played["test_env"].env.problem(0), "5") if regraded else {}
     assert [name.removesuffix("/return") for name in scores if name.endswith("/return")] == regraded
-    others = {role: settings.name for role, settings in played.items() if role not in ("env", "test_env")}
-    assert others == {f"test_env.{label}": name for label, name in sampled}
+    found = {role: settings.name for role, settings in played.items() if role not in ("env", "test_env")}
+    assert found == {f"test_env.{label}": name for label, name in sampled}
 
 
 @pytest.mark.parametrize(
-    ("also_eval", "message"),
+    ("others", "message"),
     [
         ("gms8k(form=any)", "there is no environment 'gms8k' .did you mean gsm8k"),
         ("gsm8k(form=anything)", "form=anything: choose one of tags, boxed, hash, any"),
-        ("gsm8k(shape=any)", r"--also_eval gsm8k\(shape=any\): environment gsm8k has no option 'shape'"),
+        ("gsm8k(shape=any)", r"--test_env_name gsm8k\(shape=any\): environment gsm8k has no option 'shape'"),
         ("gsm8k(form=any", "'gsm8k.form=any' is no environment: give NAME or"),
         ("gsm8k(form)", "'form' is not name=value"),
-        ("aime,aime", "--also_eval has aime twice: leave one out"),
-        ("gsm8k", "--also_eval gsm8k: gsm8k-test is graded so already: name another form"),
+        ("aime,aime", "--test_env_name has aime twice: leave one out"),
+        ("gsm8k", "gsm8k-test is graded so already: name another form"),
     ],
 )
-def test_environment_or_form_that_does_not_exist_is_refused_by_name(also_eval, message):
+def test_environment_or_form_that_does_not_exist_is_refused_by_name(others, message):
     with pytest.raises(UserError, match=message):
-        settings_of(also_eval)
-
-
-def test_also_eval_needs_a_test_environment():
-    with pytest.raises(UserError, match="--also_eval aime has no effect without --test_env_name: name an environment"):
-        settings_of("aime", test_env_name="")
-
-
-def test_pass_at_k_and_best_of_k_are_of_each_grading():
-    strict, lenient = np.float32([[0, 1], [0, 0]]), np.float32([[1, 1], [0, 1]])
-    scores = {"correct_answer": strict, "return": strict, "x/correct_answer": lenient, "x/return": lenient / 2}
-    estimates = task_estimates(scores, [None] * 4)
-    assert {name: x.tolist() for name, x in estimates.items() if "2" in name} == {
-        "pass@2": [1, 0],
-        "best_of_2": [1, 0],
-        "x/pass@2": [1, 1],
-        "x/best_of_2": [0.5, 0.5],
-    }
+        settings_of(others)
 
 
 # A run of models/tiny: it writes answers in tags, and the strict form, ####, never
@@ -128,9 +110,8 @@ def flags_of(problems: Path, **flags: object) -> dict[str, object]:
     return {
         "model_dir": ROOT / "models" / "tiny",
         "env_name": "dataset",
-        "test_env_name": "dataset-test",
+        "test_env_name": "dataset-test(form=hash)",
         "env_options": f"path={problems}/train.jsonl,test_path={problems}/test.jsonl,form=tags,thinking=on,system=none",
-        "test_env_options": "form=hash",
         "lr": 1e-3,
         "groups_per_batch": 2,
         "group_size": 2,
@@ -162,7 +143,7 @@ def also(record: dict[str, float]) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def whole(problems, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train_here(folder, **flags_of(problems, also_eval=f"{TAGS},{OTHER}")) == 0
+    assert train_here(folder, **flags_of(problems, test_env_name=f"dataset-test(form=hash),{TAGS},{OTHER}")) == 0
     return folder
 
 
@@ -187,8 +168,8 @@ def test_second_grading_of_a_run_is_that_by_hand(problems, whole):
         assert not any("/" in name.removeprefix("test_env.").partition("/")[2] for name in also(record))
 
 
-def test_run_with_also_eval_resumes_to_the_bit_and_trains_as_without(problems, whole, tmp_path):
-    flags = flags_of(problems, also_eval=f"{TAGS},{OTHER}")
+def test_run_with_several_resumes_to_the_bit_and_trains_as_without(problems, whole, tmp_path):
+    flags = flags_of(problems, test_env_name=f"dataset-test(form=hash),{TAGS},{OTHER}")
     assert train_here(tmp_path / "run", **flags | {"max_steps": 1}) == 0
     assert train_here(tmp_path / "run", **flags) == 0
     expected, found = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "run"))
@@ -196,13 +177,11 @@ def test_run_with_also_eval_resumes_to_the_bit_and_trains_as_without(problems, w
     assert [len(also(record)) > 40 for record in found] == [True] * 3, "before the run, and after each step"
     assert also(found[0]) != also(found[2]), "the policy moves"
     assert train_here(tmp_path / "without", **flags_of(problems, max_steps=1)) == 0
-    assert train_here(tmp_path / "without", **flags) == 0, "a run may be given --also_eval when it goes on"
     without = read_jsonl(tmp_path / "without" / "metrics.jsonl")
     names = also(without[1]).keys()
     assert not any(name.startswith("test_env.") for name in names)
     assert {name: expected[1][name] for name in names} == also(without[1]), "neither replies nor their scores move"
     assert without[1]["loss"] == expected[1]["loss"]
-    assert also(without[2]) == also(expected[2])
 
 
 def test_eval_grades_the_same_replies_again(problems, tmp_path):
@@ -210,7 +189,7 @@ def test_eval_grades_the_same_replies_again(problems, tmp_path):
     names = ("env_name", "num_generation_tokens", "num_eval_tasks", "num_eval_samples", "model_dir")
     flags = {name: value for name, value in flags_of(problems).items() if name in names}
     flags["env_options"] = flags_of(problems)["env_options"].replace("tags", "hash")
-    flags |= {"json": scores, "save_samples": samples, "also_eval": TAGS}
+    flags |= {"json": scores, "save_samples": samples, "env_name": f"dataset,{TAGS}"}
     evaluation.main(evaluation.parse_command([word for name, x in flags.items() for word in (f"--{name}", str(x))]))
     found = json.loads(scores.read_text())
     replies = [(row["reference"]["answer"], x["text"]) for row in read_jsonl(samples) for x in row["completions"]]

@@ -50,13 +50,8 @@ def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
 
 
 def test_commands_are_no_messages(monkeypatch, capsys):
-    model = talk(monkeypatch, ["/help", "/set temperature 0.7", "/set temperature hot", "/set", "/sett", "/quit", "x"])
-    assert model.seen == []
-    assert model.changes == [("temperature", "0.7")]
-    out = capsys.readouterr().out
-    assert out.count("/new ") == 3
-    assert "it is a number" in out
-    assert out.count("settings [(") == 2
+    assert talk(monkeypatch, ["/help", "/sett", "/quit", "x"]).seen == []
+    assert capsys.readouterr().out.count("/new ") == 3
 
 
 def test_conversation_goes_on_if_a_reply_is_stopped(monkeypatch, capsys):
@@ -146,9 +141,6 @@ def test_the_command_talks_on_a_terminal():
     read_until(b"> ")
     os.write(ours, b"\x1b[A\n")  # up: the line before
     read_until(b"24.")
-    read_until(b"> ")
-    os.write(ours, b"/set top_k 5\n")
-    read_until(b"top_k 5, ")
     read_until(b"> ")
     os.write(ours, b"\x04")
     assert process.wait(60) == 0

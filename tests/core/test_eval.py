@@ -405,8 +405,8 @@ def test_run_is_evaluated_with_its_training_settings(tmp_path):
 )
 def test_held_out_options_of_a_run_are_taken_over(test_env, options, limit, tmp_path):
     """As in the log of the run."""
-    own = "num_generation_tokens=96,max_number=20,prompt=bare"
-    run = trained_run(tmp_path / "run", test_env_options=own, test_env_name=test_env)
+    own = "num_generation_tokens=96,max_number=20,prompt=bare" if "countdown" in test_env else "max_characters=9"
+    run = trained_run(tmp_path / "run", test_env_name=f"{test_env}({own})")
     _, env_options, _, found = settings_of("--model_dir", f"models/tiny,{run}/step2")
     assert [env_options, found] == [options, limit]
 
@@ -414,7 +414,7 @@ def test_held_out_options_of_a_run_are_taken_over(test_env, options, limit, tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"env_name": "poem,nowhere"}, "no environment 'nowhere'"),
+        ({"env_name": "countdown,nowhere"}, "no environment 'nowhere'"),
         ({"model_dir": "models/tiny,no/such/folder"}, "no folder no/such/folder"),
         ({"env_name": "countdown,poem", "env_options": "numbers=3"}, "poem has no option 'numbers'"),
         ({"save_samples": "no/such/folder/samples.jsonl"}, "No such file or directory"),
@@ -446,7 +446,6 @@ def test_explained_variance():
 
 HELPER = "from pathlib import Path\nPath('executed').touch()\ndef f(completion, **row): return 0.0\nclass G: pass\n"
 ROWS, REWARD = "path=x/q.jsonl", "x/helper.py:f"
-HELD_OUT = {"test_env_name": "dataset-test"}
 CODE_SETTINGS = {  # the flag that has to be named, and the settings of a run
     "a reward": ("reward", {"reward": REWARD}),
     "an episode": ("episode", {"episode": "x/helper.py:G"}),
@@ -456,8 +455,7 @@ CODE_SETTINGS = {  # the flag that has to be named, and the settings of a run
     "a program inside": ("env_options", {"env_name": "agent", "env_options": f"{ROWS},agent=touch executed"}),
     "no sandbox": ("env_options", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}),
     "replies graded again": ("env_options", {"env_options": f"{ROWS},regraded=dataset(reward={REWARD})"}),
-    "held-out problems": ("test_env_options", HELD_OUT | {"test_env_options": f"reward={REWARD}"}),
-    "others evaluated": ("also_eval", HELD_OUT | {"also_eval": f"dataset({ROWS},reward={REWARD})"}),
+    "held-out problems": ("test_env_name", {"test_env_name": f"dataset-test(reward={REWARD})"}),
 }
 CONFIGS = {
     "core/grpo.py": Config,
@@ -521,12 +519,12 @@ def test_no_command_takes_code_from_a_config_json(case, command, run_folder, cap
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize("case", [case for case in CODE_SETTINGS if case != "others evaluated"])
+@pytest.mark.parametrize("case", CODE_SETTINGS)
 def test_evaluation_and_replay_need_code_to_be_named(case, run_folder, capsys):
     flag, settings = CODE_SETTINGS[case]
     settings = write_settings(run_folder, **settings)
-    if flag == "test_env_options":  # its options are added to those of training
-        flag, settings["env_options"] = "env_options", f"{ROWS},{settings['test_env_options']}"
+    if case == "held-out problems":  # its options are added to those of training
+        flag, settings["env_options"] = "env_options", f"{ROWS},reward={REWARD}"
     advice = f"add --{flag} {shlex.quote(settings[flag])}\n"
     for name in ("x", "x/step1"):
         with pytest.raises(SystemExit, match="^2$"):

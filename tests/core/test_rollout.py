@@ -174,7 +174,8 @@ OPENINGS = {  # thinking and prefix: what the reply continues opens a think bloc
 
 def settings_of(name: str, test: str = "", **flags: str | int) -> list[RolloutSettings]:
     """How training and testing are played under these settings."""
-    flags |= {"env_name": name, "test_env_name": test}
+    own = flags.pop("test_env_options", "")
+    flags |= {"env_name": name, "test_env_name": f"{test}({own})" if own else test}
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     config = parse(Config, argv)
     return list(resolve_environments(config.env, config.held_out, config.sampling).values())
@@ -301,7 +302,7 @@ def test_the_test_environment_is_played_as_training_is(name, test, flags, expect
     problem = tester.env.problem(0)
     split = split_name(tester.name)[1]
     found = (tester.max_new_tokens, tester.force_answer_at, tester.env.form, problem.thinking, split)
-    assert found == expected, tester.describe()
+    assert found == expected, tester.manner
     assert split_name(training.name)[1] == "train"
     assert training.name == name
     if not flags.get("test_env_options"):
@@ -328,7 +329,7 @@ def test_every_option_of_style_reaches_another_environment():
         ("countdown", "poem", {"episode": "r.py:f"}, "poem-test takes it: leave it out, or give --env_name dataset"),
         ("countdown", "gsm8k", {"data_dir": DATA, "test_env_options": "numbers=3"}, "gsm8k has no option 'numbers'"),
         ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
-        ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),
+        ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_name 'max_characters': "),
         ("countdown", "poem", {"test_env_options": "num_generation_tokens=x"}, "num_generation_tokens is a number"),
         ("countdown", "nowhere", {}, "no environment 'nowhere'"),
         ("countdown", "contdown", {}, "did you mean countdown?"),
@@ -341,8 +342,8 @@ def test_options_that_no_environment_takes_are_refused(name, test, flags, messag
 
 def test_how_it_is_played_is_one_line():
     _, tester = settings_of("gsm8k", "math500", data_dir=DATA, env_options="form=boxed,system=\x1b[2J")
-    assert tester.describe() == (
-        "math500-test: completions of at most 512 tokens, \\boxed{ forced 50 tokens before it, "
+    assert tester.manner == (
+        "completions of at most 512 tokens, \\boxed{ forced 50 tokens before it, "
         "form boxed, thinking on, system prompt '\\x1b[2J'"
     )
 
@@ -390,7 +391,7 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         grpo.main(parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")]))
     with pytest.raises(SystemExit):
-        sampling.main(parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)]))
+        sampling.main(parse(sampling.SamplingCommand, ["--model_dir", str(run)]))
     assert seen == [run / "step10"] * 2
 
 

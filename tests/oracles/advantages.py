@@ -202,7 +202,5 @@ def without_signal_zero(table: Table, signal: Iterable[bool]) -> Table:
 
 
 def weighted(a: float, config: Options) -> float:
-    """Returns an advantage with --do_clip_advantages and --negative_advantage_multiplier applied."""
-    if config.do_clip_advantages:
-        a = max(a, 0.0)
+    """Returns an advantage with --negative_advantage_multiplier applied."""
     return a * config.negative_advantage_multiplier if a < 0 else a

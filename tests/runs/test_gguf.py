@@ -82,7 +82,6 @@ def test_the_command_converts(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", "llama-untied")
     command = [sys.executable, "runs/gguf_to_hf.py", file, tmp_path / "model", "--dtype=float16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
     assert "of a LlamaForCausalLM; written to" in done.stdout, done.stderr
 
 

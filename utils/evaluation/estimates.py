@@ -114,7 +114,7 @@ def task_estimates(
     gradings = [name.removesuffix("correct_answer") for name in scores if name.endswith("correct_answer")]
     ks = [k for k in range(2, num_samples + 1) if k <= 8 or k.bit_count() == 1 or k == num_samples]
     estimates = {name: best_of_k(x, 1) if np.isnan(x).any() else x.mean(axis=1) for name, x in scores.items()}
-    for grading in gradings:  # the environment's own, without a prefix, and those of --also_eval
+    for grading in gradings:  # the environment's own, without a prefix, and those of further forms
         estimates |= {f"{grading}pass@{k}": pass_at_k(scores[f"{grading}correct_answer"], k) for k in ks}
         estimates |= {f"{grading}best_of_{k}": best_of_k(scores[f"{grading}return"], k) for k in ks}
     if correct is not None and num_samples > 1 and any(answer is not None for answer in answers):

@@ -1,7 +1,6 @@
 """Reads a command line and its presets as assignments of values to names."""
 
 import reprlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -9,7 +8,7 @@ from utils.settings.errors import UserError, most_similar
 from utils.settings.presets import read_preset
 
 Value: TypeAlias = bool | int | float | str
-BOOLEANS = ("0", "1", "true", "false")
+BOOLEANS = {"0": False, "1": True, "true": True, "false": False}
 
 
 class Assignment(NamedTuple):
@@ -47,13 +46,17 @@ TRL_NAMES = {  # our names of options of TRL and transformers
 }
 
 GONE = {  # options of kvfrans/lmpo and of earlier versions that are refused: why, or what to give instead
+    "agent_processes": "give it as --env_options agent_processes=N",
+    "also_eval": "name further environments in --test_env_name, or in --env_name of core/eval.py and core/sft.py",
     "device_type": "JAX finds the device, and JAX_PLATFORMS=cpu names another",
     "init_lr_frac": "give the rate itself, --lr",
     "kl_estimator": "the KL is k3 with --kl_in loss, and k1 with --kl_in reward",
+    "kl_every": "--kl_coef logs kl, and 1e-9 changes no result",
     "mlflow": "metrics go to metrics.jsonl, wandb (--wandb_name) and TensorBoard (--tensorboard)",
     "prefill_batch_split": "each prompt is prefilled once, so leave it out",
     "rollouts_from": "give it to recipes/offline/train.py",
     "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts, so leave it out",
+    "test_env_options": "give them in parentheses, as --test_env_name X-test(numbers=3)",
     "use_flash_attn": "attention is chosen by platform, so leave it out",
     "use_xla_flags": "set XLA_FLAGS in the environment",
 }
@@ -66,26 +69,26 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
     """
     from_presets, from_command_line, given = [], [], {}
     for name, value in read_arguments(argv, {"config": str, **types}, aliases):
-        if name != "config":
-            if given.setdefault(name, value) != value:
-                print(f"--{name} is given twice: {value} counts, and {given[name]} does not")
-            given[name] = value
-            from_command_line.append(Assignment(name, value, f"--{name}={value}"))
+        if name == "config":
+            for key, content in read_preset(value).items():
+                source = f"{key}={reprlib.repr(content)} in {value}"
+                from_presets.append(Assignment(aliases.get(key, key), content, source, value))
             continue
-        for key, content in read_preset(value).items():
-            source = f"{key}={reprlib.repr(content)} in {value}"
-            from_presets.append(Assignment(aliases.get(key, key), content, source, value))
+        if given.setdefault(name, value) != value:
+            print(f"--{name} is given twice: {value} counts, and {given[name]} does not")
+        given[name] = value
+        from_command_line.append(Assignment(name, value, f"--{name}={value}"))
     return from_presets + from_command_line
 
 
 def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
     """Splits a command line into names and values: `--name value`, `--name=value`, `--name` and `--noname` of a bool.
 
-    absl could, but accepts neither `--do_group_filter 0` of kvfrans/lmpo for a boolean nor dashes for underscores.
+    Not by argparse, which refuses values that begin with a dash. Raises: UserError.
     """
-    arguments, words = [], deque(argv)
+    arguments, words = [], list(reversed(argv))
     while words:
-        word = words.popleft()
+        word = words.pop()
         if not word.startswith("-"):
             raise UserError(f"{word!r} belongs to no option: write options as --name value")
         name, equals, value = word.lstrip("-").partition("=")
@@ -95,25 +98,15 @@ def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapp
             name, equals, value = positive, "=", "false"
         if name not in types:
             raise UserError(f"there is no option --{name}{nearest(name, types)}")
-        arguments.append((name, value if equals else next_value(name, types[name], words)))
+        if not equals:
+            has_value = bool(words) and not words[-1].startswith("-" if types[name] is bool else "--")
+            if not has_value and types[name] is not bool:
+                raise UserError(f"--{name} needs a value: give one")
+            value = words.pop() if has_value else "true"
+            if types[name] is bool and value.lower() not in BOOLEANS:
+                raise UserError(f"--{name} is {value!r}: give one of {', '.join(BOOLEANS)}")
+        arguments.append((name, value))
     return arguments
-
-
-def next_value(name: str, value_type: type, words: deque[str]) -> str:
-    """Removes the value of an option from the words that follow it; a bool without one is true.
-
-    Raises: UserError if there is none, or it is no bool.
-    """
-    if value_type is bool:
-        if not words or words[0].startswith("-"):
-            return "true"
-        value = words.popleft()
-        if value.lower() not in BOOLEANS:
-            raise UserError(f"--{name} is {value!r}: give one of {', '.join(BOOLEANS)}")
-        return value
-    if not words or words[0].startswith("--"):
-        raise UserError(f"--{name} needs a value: give one")
-    return words.popleft()
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -14,91 +14,18 @@ A script reads its own with `config = parse(Config, sys.argv[1:])`.
 """
 
 import dataclasses
-import os
-import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-from absl import flags
-
-from utils.settings.arguments import GONE, Assignment, Value, nearest, read_assignments
-from utils.settings.checks import check_number, check_password
-from utils.settings.errors import SET_BY, UserError, fail, most_similar
-from utils.settings.lmpo import Spelling, rewrite
-from utils.settings.presets import list_presets
+from utils.settings.arguments import BOOLEANS, GONE, Assignment, Value, nearest, read_assignments
+from utils.settings.checks import check_password
+from utils.settings.errors import SET_BY, UserError, fail
+from utils.settings.lmpo import Spelling
+from utils.settings.options import OptionField
 
 T = TypeVar("T")
-PARSERS = {
-    bool: flags.BooleanParser,
-    int: flags.IntegerParser,
-    float: flags.FloatParser,
-    str: flags.ArgumentParser,
-}  # fmt: skip
 HELP_FLAGS = {"-h", "--help", "--help=all", "--helpfull"}
-ALL_HELP = {"all", "--help=all", "--helpfull"}  # of HELP_FLAGS, or behind one
-HELP_WIDTH = 79  # columns of --help
-SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
-CONFIG_HELP = (
-    "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
-    "in configs/ (--help all: what each is): "
-)
-
-
-@dataclass(frozen=True)
-class OptionField:
-    """One command-line option.
-
-    group is the path of the group that holds it, as "objective.kl" ("": the settings themselves). owner is the class
-    that introduces it.
-    """
-
-    name: str
-    group: str
-    owner: type
-    type: type
-    default: Value
-    help: str = ""
-    choices: Sequence[str] | None = None
-    resumable: bool = False
-    essential: bool = False
-
-    def read(self, assignment: Assignment) -> Value:
-        """Returns a value in the option's type. Raises: UserError for one that it does not take."""
-        name, value, source, _ = assignment
-        is_text = self.type is str and not self.choices
-        if is_text and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
-            raise UserError(f"{source}: {name} is text, so put the value into quotes")
-        text = str(value) if isinstance(value, str | float | int) else ""  # no lists of a preset
-        parser = flags.EnumParser(self.choices, case_sensitive=False) if self.choices else PARSERS[self.type]()
-        try:
-            return parser.parse(text)
-        except ValueError:
-            needs = f"one of {listed(self.choices)}" if self.choices else f"of type {self.type.__name__}"
-            preset = f"{text.lower()}.py"
-            hint = f"; --config configs/{preset} is a preset" if self.choices and preset in list_presets() else ""
-            close = most_similar(text.lower(), filter(None, self.choices or ()))
-            hint = f"; did you mean {close}?" if close and not hint else f"{hint}."
-            raise UserError(f"{source}: {name} must be {needs}{hint}") from None
-
-    def check(self, value: Value) -> None:
-        """Raises UserError for a value that the option does not take, by its type, its choices or its size."""
-        is_typed = type(value) is self.type or (self.type is float and type(value) is int)
-        if not is_typed:
-            raise UserError(
-                f"--{self.name} must be of type {self.type.__name__}, and is a {type(value).__name__}: correct the "
-                "value"
-            )
-        if self.choices and value not in self.choices:
-            raise UserError(f"--{self.name} {value} must be one of {listed(self.choices)}")
-        if self.type in (int, float):
-            check_number(f"--{self.name}", value)
-
-
-def listed(choices: Sequence[str]) -> str:
-    """Returns choices with commas between; the empty one in words, at the end."""
-    return ", ".join(filter(None, choices)) + (", or empty" if "" in choices else "")
+ALL_HELP = {"all", "--help=all", "--helpfull"}  # of HELP_FLAGS, or after one
 
 
 def options_of(config_class: type, path: str = "") -> dict[str, OptionField]:
@@ -122,23 +49,16 @@ def options_of(config_class: type, path: str = "") -> dict[str, OptionField]:
 def make_option(holder: type, field: dataclasses.Field, group_name: str) -> OptionField:
     """Describes a field of `holder`; a subclass that changes the default only keeps help, choices and marks."""
     name = field.name
-    assert field.type in PARSERS, f"{name}: an option is a bool, int, float or str, not {field.type}"
-    classes = filter(dataclasses.is_dataclass, holder.__mro__)
-    owners = [cls for cls in classes if name in cls.__dataclass_fields__]
-    metadata = [cls.__dataclass_fields__[name].metadata for cls in owners]
-    documentation = next(filter(None, metadata), {})
-    return OptionField(
-        name=name, group=group_name, owner=owners[-1], type=field.type, default=field.default, **documentation
-    )
+    assert field.type in (bool, int, float, str), f"{name}: an option is a bool, int, float or str, not {field.type}"
+    owners = [cls for cls in holder.__mro__ if name in getattr(cls, "__dataclass_fields__", ())]
+    metadata = next(filter(None, (cls.__dataclass_fields__[name].metadata for cls in owners)), {})
+    return OptionField(name, group_name, owners[-1], field.type, field.default, **metadata)
 
 
 def classes_of(config_class: type) -> list[type]:
     """Returns the class and the classes of its groups, in the order of the fields."""
-    classes = [config_class]
-    for field in dataclasses.fields(config_class):
-        if "group" in field.metadata:
-            classes += classes_of(field.metadata["group"])
-    return classes
+    groups = [field.metadata["group"] for field in dataclasses.fields(config_class) if "group" in field.metadata]
+    return [config_class, *(cls for group in groups for cls in classes_of(group))]
 
 
 def make_config(config_class: type[T], /, **options: Value) -> T:
@@ -199,15 +119,14 @@ def parse(
     and these beat the defaults. `aliases` maps other accepted names to names of options,
     `spellings` are flags of another program. A group's `settle(options, presets)` may change options of a preset that
     do not fit those above it. What is unknown or malformed, and each ValueError of the class itself, ends the program
-    with `fail`.
+    with `fail`. With --help, the values that the command would use are printed instead.
     """
     known = options_of(config_class)
-    if HELP_FLAGS & set(argv):
-        print_help(help_text(config_class, description, spellings, is_complete=bool(ALL_HELP & set(argv))))
-        raise SystemExit(0)
+    is_help = bool(HELP_FLAGS & set(argv))
+    words = [word for word in argv if word not in HELP_FLAGS | ALL_HELP] if is_help else argv
     types = {name: option.type for name, option in known.items()} | dict.fromkeys(spellings, str)
     try:
-        assignments = read_assignments(argv, types, aliases)
+        assignments = read_assignments(words, types, aliases)
         options = convert(assignments, known, spellings)
         presets = {assignment.name: assignment.preset for assignment in assignments}  # later ones win
         SET_BY.clear()
@@ -215,97 +134,40 @@ def parse(
         for group_class in classes_of(config_class):
             if settle := getattr(group_class, "settle", None):
                 options |= settle(options, presets)
-        return make_config(config_class, **implied(options) | options)
+        options = {**implied(options), **options}
+        if not is_help:
+            return make_config(config_class, **options)
     except ValueError as error:
         fail(str(error))
+    from utils.settings.help import print_help
+
+    print_help(known.values(), classes_of(config_class), options, description, spellings, bool(ALL_HELP & set(argv)))
+    raise SystemExit(0)
 
 
 def convert(
     assignments: Iterable[Assignment], known: Mapping[str, OptionField], spellings: Mapping[str, Spelling]
 ) -> dict[str, Value]:
-    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours."""
-    options, foreign = {}, []
-    for assignment in assignments:
-        name = assignment.name
-        if name in spellings:
-            foreign.append(assignment)
-        elif name in known:
-            options[name] = known[name].read(assignment)
-        elif name not in GONE or assignment.value:  # in a config.json it may have been off
-            raise UserError(f"{assignment.source}: there is no option {name}{nearest(name, known)}")
-    defaults = {name: option.default for name, option in known.items()}
-    return options | rewrite(foreign, spellings, options, defaults)
+    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours.
 
-
-def print_help(text: str) -> None:
-    """Prints a text whose reader may leave early."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader may be `head`; what is still in the buffer goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def help_text(config_class: type, description: str, spellings: Mapping[str, Spelling], is_complete: bool) -> str:
-    """Returns the essential options with type, default and meaning, then the names of the others, by class.
-
-    is_complete: the others in full, too, and flags of another program.
+    Raises: UserError for an unknown name or value, and for a flag that contradicts an option that is set.
     """
-    lines = [*fit(description), *textwrap.wrap(SYNTAX, HELP_WIDTH), ""]
-    presets = list_presets()
-    lines += describe_flag("config FILE", CONFIG_HELP + ", ".join(presets))
-    options = options_of(config_class).values()
-    essential = [known for known in options if known.essential]
-    lines += help_section("Options needed most often", essential)
-    if not is_complete:
-        lines += ["", "Further options, which --help all describes", ""]
-    for owner in (cls for holder in classes_of(config_class) for cls in holder.__mro__):
-        members = [known for known in options if known.owner is owner and not known.essential]
-        section = help_section if is_complete else names_section
-        title, *_ = (owner.__doc__ or owner.__name__).strip().splitlines()
-        lines += section(title, members)
-    if is_complete and spellings:
-        lines += ["", "kvfrans/lmpo's spellings"]
-        for flag, (name, on, off) in spellings.items():
-            lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
-    if is_complete:
-        lines += ["", "Presets in configs/"]
-        for name, line in presets.items():
-            lines += describe_flag(f"config configs/{name}", line)
-    return "\n".join(lines).strip()
-
-
-def help_section(title: str, options: Sequence[OptionField]) -> list[str]:
-    lines = ["", title] if options else []
-    for known in options:
-        default = f"{known.type.__name__} = {known.default!r}"
-        choices = " | ".join(filter(None, known.choices or []))
-        text = f"{known.help} [{choices}]" if choices else known.help
-        lines += describe_flag(f"{known.name} {default}", text)
-    return lines
-
-
-def names_section(title: str, options: Sequence[OptionField]) -> list[str]:
-    names = " ".join(f"--{known.name}" for known in options)
-    text = f"{title.removesuffix('.')}: {names}"
-    lines = textwrap.wrap(text, HELP_WIDTH, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
-    return lines if options else []
-
-
-def describe_flag(flag: str, text: str) -> list[str]:
-    """Returns the lines of --help about one flag: its name, type and default, and its meaning below."""
-    indent = " " * 6
-    return [f"  --{flag}", *textwrap.wrap(text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent)]
-
-
-def fit(description: str) -> list[str]:
-    """Returns a docstring in lines of HELP_WIDTH; commands stay whole, behind their comment if both are too long."""
-    lines = []
-    for block in description.strip("\n").split("\n\n"):
-        is_code = block.startswith(("    ", "python "))  # Python 3.13 removes the indentation of docstrings
-        if not is_code:
-            lines += textwrap.wrap(block, HELP_WIDTH, break_on_hyphens=False)
-        for line in textwrap.indent(textwrap.dedent(block), "    ").splitlines() if is_code else ():
-            command, _, comment = line.partition("  # ")
-            lines += [f"    # {comment}", command.rstrip()] if comment and len(line) > HELP_WIDTH else [line]
-        lines.append("")
-    return lines
+    options, flags, rewritten = {}, {}, {}
+    for name, value, source, _ in assignments:
+        if name in spellings:
+            if value != "":  # as in the config.json of old runs
+                flags[name] = str(value).lower(), source
+        elif name in known:
+            options[name] = known[name].read(value, source)
+        elif name not in GONE or value:  # in a config.json it may have been off
+            raise UserError(f"{source}: there is no option {name}{nearest(name, known)}")
+    for flag, (switch, source) in flags.items():
+        if switch not in BOOLEANS:
+            raise UserError(f"{source}: {flag} must be one of 0, 1")
+        option, on, off = spellings[flag]
+        value = on if BOOLEANS[switch] else off
+        current = options.get(option, known[option].default)
+        if current not in (known[option].default, value) and value is not None:
+            raise UserError(f"--{flag} {switch} contradicts --{option} {current}: leave one of them out")
+        rewritten |= {} if value is None else {option: value}
+    return options | rewritten

@@ -1,9 +1,44 @@
-"""Groups of options, apart from the files that read them, which import much: updates, evaluation, run folder, sinks."""
+"""Groups of options, apart from the files that read them, which import much."""
 
 from dataclasses import dataclass
 
 from utils.settings.errors import UserError, check_installed
 from utils.settings.options import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model."""
+
+    model_dir: str = option(
+        "models/tiny",
+        "Model: Hugging Face folder, hub id, or run folder (its last step; core/eval.py: all of its steps). "
+        "core/eval.py and extras/chat_web.py take several, separated by commas",
+        essential=True,
+    )
+    seed: int = option(0, "Seed of sampling, of the order of problems or rows, and of new adapters")
+
+
+@dataclass(frozen=True)
+class TrainConfig(ModelConfig):
+    """Length of training."""
+
+    max_steps: int = option(10000, "Limit on steps; each trains on a batch; 0, without RL: no limit", essential=True)
+    num_epochs: int = option(
+        0, "Limit on passes over the problems or rows, if reached before --max_steps; 0: no limit"
+    )
+    test_interval: int = option(
+        10,
+        "Steps between held-out evaluations, and between example completions on the terminal; 0: only before and "
+        "after training",
+        resumable=True,
+    )
+
+    def __post_init__(self):
+        if min(self.max_steps, self.num_epochs, self.test_interval, self.seed) < 0:
+            raise UserError(
+                "--max_steps, --num_epochs, --test_interval and --seed must not be negative: raise the one that is"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,12 +87,6 @@ class EvalConfig:
     )
     num_eval_samples: int = option(
         1, "Completions of each problem in an evaluation; it computes pass@k and best-of-n up to this number"
-    )
-    also_eval: str = option(
-        "",
-        "Environments to evaluate besides, separated by commas. One that differs from the held-out one in form or "
-        "partial only, as gsm8k(form=any), grades the same replies again; others are sampled. Empty: none",
-        resumable=True,
     )
 
     def __post_init__(self):

@@ -3,9 +3,11 @@
 Imported before any package. Python 3.8 must parse this file, and the files of commands, to get that sentence.
 """
 
+import contextlib
 import os
 import re
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 
 PYTHON = (3, 11)  # the oldest that runs lmpo
@@ -13,7 +15,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 # Every command imports these. Their ranges stand in requirements.txt.
 NEEDED = (
     "jax", "jaxlib", "numpy", "optax", "einops", "jaxtyping", "transformers", "jinja2", "safetensors",
-    "huggingface-hub", "orbax-checkpoint", "filelock",
+    "huggingface_hub", "orbax-checkpoint", "filelock",
 )  # fmt: skip
 
 if sys.version_info < PYTHON:
@@ -28,49 +30,25 @@ if sys.version_info < PYTHON:
 from utils.settings.errors import fail  # noqa: E402 (older versions of Python cannot import it)
 
 
-def read_ranges(text):
-    """Returns the ranges of versions in a requirements file, as {"jax": ">=0.10,<0.12"}."""
-    lines = re.findall(r"^([\w-]+)(?:\[[^]]*\])?([<>=][^\s;#]*)", text, re.MULTILINE)
-    return {name.lower().replace("_", "-"): versions for name, versions in lines}
+def find_wrong(requirements):
+    """Returns in words the packages that every command imports and whose version is outside its range."""
+    from packaging.specifiers import SpecifierSet  # which transformers installs
 
-
-def find_versions(folders):
-    """Returns the installed versions of packages, of the first folder that has them.
-
-    They are in the names of folders: importlib.metadata takes a millisecond for each.
-    """
-    found = {}
-    for folder in folders:
-        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        for name in names:
-            if name.endswith(".dist-info"):
-                package, _, version = name[: -len(".dist-info")].partition("-")
-                found.setdefault(package.lower().replace("_", "-").replace(".", "-"), version)
-    return found
-
-
-def is_within(version, versions):
-    """True if a version is in a range like ">=0.10,<0.12", of whose bounds only the numbers count."""
-
-    def numbers(text):
-        return [int(part) for part in re.findall(r"\d+", re.match(r"[\d.]*", text).group())]
-
-    compare = {">=": numbers(version).__ge__, "<": numbers(version).__lt__, "==": numbers(version).__eq__}
-    bounds = (re.match(r"([<>=]+)(.*)", bound).groups() for bound in versions.split(","))
-    return all(compare[sign](numbers(bound)) for sign, bound in bounds)
-
-
-def find_wrong(versions, ranges):
-    """Returns the packages that every command imports and whose version is outside its range, in words."""
-    wrong = [name for name in NEEDED if name in versions and not is_within(versions[name], ranges[name])]
-    return [f"{name} {versions[name]} is installed, and {ranges[name]} is needed" for name in wrong]
+    ranges = dict(re.findall(r"^([\w-]+)(?:\[[^]]*\])?([<>=][^\s;#]*)", requirements, re.MULTILINE))
+    wrong = []
+    for name in NEEDED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+            if not SpecifierSet(ranges[name]).contains(version, prereleases=True):
+                wrong.append(f"{name} {version} is installed, and {ranges[name]} is needed")
+    return wrong
 
 
 INSTALL = "`make demo`, or `pip install -r requirements.txt`; after `make demo`, `source .venv/bin/activate`"
 if find_spec("jax") is None:
     fail(f"jax is not installed for this Python: {INSTALL}")
 with open(os.path.join(ROOT, "requirements.txt"), encoding="utf-8") as file:
-    wrong = find_wrong(find_versions(sys.path), read_ranges(file.read()))
+    wrong = find_wrong(file.read())
 if wrong:
     fail(f"{'; '.join(wrong)}: {INSTALL}")
 
