@@ -56,8 +56,8 @@ SENTENCES = {  # command line: what is printed
     f"{ROWS}=empty.jsonl": "empty.jsonl is empty: write rows into it",
     f"{ROWS}=other.jsonl": "other.jsonl:1 has no column 'prompt', only 'q', 'a'",
     f"{ROWS}=rows.jsonl,form=boxd": "form=boxd: choose one of tags, boxed, hash, any",
-    f"{ROWS}=rows.jsonl --reward nowhere.py:f": "with a file that is there: there is no nowhere.py",
-    f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py behind a colon, as in r.py:good (it has good, wrong)",
+    f"{ROWS}=rows.jsonl --reward nowhere.py:f": "write FILE.py:FUNCTION; there is no file nowhere.py",
+    f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py after a colon, as in r.py:FUNCTION",
     f"{ROWS}=rows.jsonl --reward r.py:nothing": "r.py has no function nothing, only good, wrong",
     f"{ROWS}=rows.jsonl --reward r.py:wrong": "needs 'answr', which is no column: there are 'prompt', 'answer'",
 }
@@ -98,4 +98,3 @@ def test_options_of_a_preset_go_with_its_environment(capsys):
     assert said("--config games.py --env_name guess --env_options prompt=bare", capsys) == ""
     found = line.format("prompt=bare", "countdown")[:20]
     assert found not in said("--config games.py --env_name countdown", capsys)
-
