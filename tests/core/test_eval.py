@@ -44,7 +44,7 @@ from utils.evaluation.estimates import (
     pass_at_k,
     task_estimates,
 )
-from utils.evaluation.tables import Result, compare_results, format_report, format_table
+from utils.evaluation.tables import Result, compare_results, format_report
 from utils.settings.config import options_of, parse, to_dict, with_options
 from utils.settings.errors import user_errors
 
@@ -215,18 +215,12 @@ def test_tables_are_aligned():
     pairs = [("poem-test", 1.0), ("gsm8k-test", 0.0)]
     results = [result(f"run/{name}", [1, 2], [0, x], env) for name in ("step5", "step10") for env, x in pairs]
     lines = format_report(compare_results(results, seed=0)).splitlines()
-    assert lines[0].split() == ["poem-test", "gsm8k-test"]
-    assert lines[1].split() == ["run/", *["correct", "return", "length"] * 2]
-    assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
-    assert lines[5].startswith("difference to run/step5")
-    assert "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
-    many = format_table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
-    wide = format_table(["a" * 30, "b"], {"env": {f"pass@{k}": ["0.500 [0.125, 0.250]"] * 2 for k in range(9)}})
-    for table in (many, wide):
-        assert max(map(len, table.splitlines())) <= 100
-    assert many.count("pass@4") == 9
-    assert wide.count("0.500") == 18
-    assert wide.count("a" * 30) == 3
+    assert lines[0] == "poem-test   correct        return         length"
+    assert lines[2] == "run/step10  0.500 ± 0.125  0.500 ± 0.125  7.0"
+    assert lines[4].startswith("difference to run/step5, 95% interval, p of 0 or less (paired bootstrap")
+    assert lines[6] == "run/step10  +0.000 [unknown] p 1.0000  +0.000 [unknown] p 1.0000"
+    assert lines[8].startswith("gsm8k-test  correct")
+    assert lines[-1].startswith("run/step10  +0.000 [unknown] p 1.0000")
 
 
 def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
