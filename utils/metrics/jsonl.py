@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.settings.checks import open_file
 from utils.settings.errors import UserError
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
@@ -30,7 +29,7 @@ def finite(number: str) -> float | None:
 
 def read_json(path: str | Path) -> dict[str, JSON]:
     """Returns the object in a file. Raises: UserError naming the file and what is wrong in it; OSError."""
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         text = file.read()
     try:
         value = parse_json(text)
@@ -49,10 +48,10 @@ def read_lines(path: str | Path, key: str = "") -> Iterator[tuple[bytes, dict[st
     Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
     that a killed process leaves at the end is skipped silently.
 
-    Raises: OSError, and UserError for what is not a file.
+    Raises: OSError.
     """
     damaged: list[int] = []
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 value = parse_json(line)
