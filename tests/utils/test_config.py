@@ -367,7 +367,7 @@ LINES = {  # of a preset, and the words of its sentence
         ("def get_config():\n    return {}['lr']", "a.py, line 2: KeyError: 'lr'"),
         ("def get_config():\n    return get_config()", "a.py, line 2: RecursionError"),
         ("def get_config(x):\n    return {}", "a.py: TypeError"),
-        ("get_config = 1", "a.py: get_config is of type int, no function: write def get_config(): "),
+        ("get_config = 1", "a.py defines no get_config(): write def get_config(): "),
         ("raise SystemExit(0)", "a.py, line 1: SystemExit: 0"),
         ("x = 1", "defines no get_config"),
         ("def get_config():\n    return [1]", "names and values"),
