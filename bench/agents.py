@@ -1,23 +1,20 @@
-"""Environments beside the same games as programs of the openai package: rows, turns rendered again, and speed.
+"""Compares environments with the same games as programs: their rows, turns that are rendered again, and speed.
 
-    pip install openai    # into an environment of its own: ~/venv-agents
-    python bench/agents.py --python ~/venv-agents/bin/python --env guess --model_dir models/player
-    python bench/agents.py --python ~/venv-agents/bin/python --env calculator --model_dir coder-0.5b --groups 8
-    python bench/agents.py --function --env countdown --model_dir models/tiny --groups 16    # speed, 64 sessions
+    python bench/agents.py --env guess --model_dir models/player --wait 1
+    python bench/agents.py --env calculator --model_dir coder-0.5b --groups 8
+    python bench/agents.py --env countdown --model_dir models/tiny --groups 16 --repeats 5    # speed, 64 sessions
 
-Both play the same problems with the same keys over one number of slots. A program waits at random before it asks, and
-as many run at a time as there are slots, so that rows arrive in another order. `bits`: rows whose log-probabilities
-are equal to the bit. With --slots 1 all rows stand in the same slot.
+Both play the same problems with the same keys over one number of slots, in alternation. A program waits at random for
+up to --wait seconds before it asks, so that rows arrive in another order. `bits`: rows whose log-probabilities are
+equal bit for bit. With --slots 1 all rows run in the same slot.
 
-Then the prompts of all turns behind the first are rendered again from texts, as a proxy in front of an engine has to:
-by transformers' apply_chat_template with the model's own template and with those of --templates. Each is compared with
+Then the prompts of all turns after the first are rendered again from texts, as a proxy in front of an engine has to: by
+transformers' apply_chat_template with the model's own template and with those of --templates. Each is compared with
 the tokens that were sampled and continued under that template.
 """
 
 import argparse
 import json
-import os
-import shlex
 import sys
 import tempfile
 import time
@@ -45,7 +42,7 @@ from models.checkpoint import load_model
 from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
-from recipes.agents.protocol import ChatRequest, Sampled, SentMessage, reply_message
+from recipes.agents.protocol import ChatRequest, Sampled, reply_message, template_message
 from utils.devices.sharding import single_device
 from utils.threefry import make_key
 
@@ -96,34 +93,8 @@ def game(ask, messages, row):
     return 0.0
 """,
 }
-PROGRAM = f"""
-import json, os, random, sys, time
-from openai import BadRequestError, OpenAI
-
-sys.path.insert(0, {str(ROOT)!r})
-row = json.loads(os.environ["ROW"])
-client = OpenAI(max_retries=0, timeout=600)
-messages = row["opening"]
-more = {{"tools": row["tools"]}} if row["tools"] else {{}}
-if row["turn_tokens"]:
-    more["max_tokens"] = row["turn_tokens"]
-
-
-def ask():
-    try:
-        message = client.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
-    except BadRequestError:  # the context is full
-        print(0.0)
-        sys.exit()
-    messages.append(message)
-    return message
-
-
-time.sleep(random.random())
-print(game(ask, messages, row))
-"""
 FUNCTION = f"""
-import json, sys, urllib.error, urllib.request
+import json, random, sys, time, urllib.error, urllib.request
 from types import SimpleNamespace
 
 sys.path.insert(0, {str(ROOT)!r})
@@ -143,6 +114,7 @@ def play(row, base_url, api_key):
         found = {{"tool_calls": None, **messages[-1]}}
         return json.loads(json.dumps(found), object_hook=lambda fields: SimpleNamespace(**fields))
 
+    time.sleep(row["wait"] * random.random())
     try:
         return game(ask, messages, row)
     except urllib.error.HTTPError:  # the context is full
@@ -150,19 +122,18 @@ def play(row, base_url, api_key):
 """
 
 
-def write_program(name: str, groups: int, folder: Path, is_function: bool) -> None:
+def write_program(options: argparse.Namespace, folder: Path) -> None:
     """Writes the program of an environment, and its problems as rows."""
-    env = make_env(name, **parse_options(OPTIONS[name]))
+    env = make_env(options.env, **parse_options(OPTIONS[options.env]))
     rows = []
-    for index in range(2 * groups):  # some are left for the valid split
+    for index in range(2 * options.groups):  # some are left for the valid split
         problem = env.problem(index)
-        number = getattr(problem.answer, "number", str(problem.answer))
-        row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "number": number}
-        rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn, "index": index}) + "\n")
+        row = {"opening": problem.messages, "tools": [*map(tool_schema, problem.tools)], "wait": options.wait}
+        row |= {"number": getattr(problem.answer, "number", str(problem.answer)), "index": index}
+        rows.append(json.dumps(row | {"turn_tokens": env.tokens_per_turn}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "test.jsonl").write_text('{"number": 0}\n')
-    game = GAMES[name]
-    (folder / "agent.py").write_text(game + FUNCTION if is_function else "import json\n" + game + PROGRAM)
+    (folder / "agent.py").write_text(GAMES[options.env] + FUNCTION)
 
 
 def worker_of(
@@ -180,15 +151,17 @@ def worker_of(
 
 
 def play(
-    worker: RolloutWorker, weights: Weights, tasks: Sequence[int], options: argparse.Namespace
-) -> tuple[Episodes, float]:
-    """Plays problems, first to compile, then --repeats times; returns the episodes, and the median of the seconds."""
-    tasks, places, seconds = np.array(tasks), np.arange(len(tasks)), []
+    workers: Sequence[tuple[RolloutWorker, Weights, Sequence[int]]], options: argparse.Namespace
+) -> list[tuple[Episodes, float]]:
+    """Plays problems by workers in turn, once to compile, then --repeats times; returns episodes and median seconds."""
+    seconds, episodes = [[] for _ in workers], [None for _ in workers]
     for _ in range(1 + options.repeats):
-        start = time.perf_counter()
-        episodes = worker.play(weights, tasks, options.samples, make_key(1), places)
-        seconds.append(time.perf_counter() - start)
-    return episodes, median(seconds[1:])
+        for i, (worker, weights, tasks) in enumerate(workers):
+            start = time.perf_counter()
+            places = np.arange(len(tasks))
+            episodes[i] = worker.play(weights, np.array(tasks), options.samples, make_key(1), places)
+            seconds[i].append(time.perf_counter() - start)
+    return [(each, median(times[1:])) for each, times in zip(episodes, seconds, strict=True)]
 
 
 def rows_of(episodes: Episodes) -> Iterator[tuple[list[int], list[bool], np.ndarray]]:
@@ -249,68 +222,56 @@ def with_calls(tokenizer: Tokenizer, ids: Sequence[int], text: str, dialect: Dia
     calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
     tool = {"type": "function", "function": {"name": "any"}}
     request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], "tools": [tool]})
-    message = reply_message(request, Sampled(Reply(text, calls)), dialect, 1)
-    return SentMessage.read(message).as_template("")
+    return template_message(reply_message(request, Sampled(Reply(text, calls)), dialect), "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", default="python", help="Python that has openai")
     parser.add_argument("--env", choices=GAMES, default="guess")
-    parser.add_argument("--function", action="store_true", help="a function that needs no package, for speed")
     parser.add_argument("--model_dir", default="models/player")
     parser.add_argument("--groups", type=int, default=64, help="problems")
     parser.add_argument("--samples", type=int, default=4, help="rows of a problem")
     parser.add_argument("--repeats", type=int, default=1, help="plays that are timed")
+    parser.add_argument("--wait", type=float, default=0.0, help="most seconds before a program asks")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--prompt_length", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a row behind its prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a row after its prompt")
     parser.add_argument("--templates", default="", help="folder of chat templates, NAME.jinja: see bench/templates.py")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_program(options.env, options.groups, folder, options.function)
-        command = shlex.join([os.path.expanduser(options.python), str(folder / "agent.py")])
-        if options.function:
-            command = f"{folder}/agent.py:play"
-        style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
-        worker, weights = worker_of(
-            options, "agent", agent=command,
-            env_options=f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl,agent_processes={options.slots}{style}",
+    style = {"calculator": ",dialect=json,thinking=off", "countdown": ",thinking=on"}.get(options.env, "")
+    with tempfile.TemporaryDirectory() as folder:
+        write_program(options, Path(folder))
+        files = f"path={folder}/rows.jsonl,test_path={folder}/test.jsonl"
+        agent, weights = worker_of(
+            options, "agent", f"{files},agent_processes={options.slots}{style}", agent=f"{folder}/agent.py:play",
         )  # fmt: skip
-        with worker:
-            agent, seconds = play(worker, weights, range(options.groups), options)
-            tasks = [worker.env.problem(i).answer["index"] for i in range(options.groups)]
-        worker, weights = worker_of(options, options.env, OPTIONS[options.env])
-        with worker:
-            native, native_seconds = play(worker, weights, tasks, options)
+        native, others = worker_of(options, options.env, OPTIONS[options.env])
+        with agent, native:
+            tasks = [agent.env.problem(i).answer["index"] for i in range(options.groups)]
+            (programs, seconds), (own, own_seconds) = play(
+                [(agent, weights, range(options.groups)), (native, others, tasks)], options
+            )
     columns = ["rows", "turns", "tokens and masks equal", "bits", "log-probabilities apart", "forks"]
-    print("\n".join(markdown_table(columns, [compare_rows(native, agent)])))
-    num_tokens = int(native.completions.mask.sum())
-    cost = 1000 * (seconds - native_seconds) / len(native)
-    length = num_tokens / len(native)
-    print(f"{length:.0f} tokens a row: {native_seconds:.2f} s as an environment, {seconds:.2f} s as programs")
-    print(f"a share of {native_seconds / seconds:.2f} of its tokens a second; {cost:.1f} ms a program")
-    if not native.conversations:
+    print("\n".join(markdown_table(columns, [compare_rows(own, programs)])))
+    length, cost = int(own.completions.mask.sum()) / len(own), 1000 * (seconds - own_seconds) / len(own)
+    print(f"{length:.0f} tokens a row: {own_seconds:.2f} s as an environment, {seconds:.2f} s as programs")
+    print(f"a share of {own_seconds / seconds:.2f} of its tokens a second; {cost:.1f} ms a program")
+    if not own.conversations:
         return
     rows = []
     files = [file for name in NAMES if (file := Path(options.templates, f"{name}.jinja")).is_file()]
-    dialect = DIALECTS.get(worker.env.dialect or "")
+    known = [(file.stem, make_tokenizer(file.read_text("utf-8"), Path(options.model_dir))[0]) for file in files]
+    dialect = DIALECTS.get(native.env.dialect or "")
     forms = [("", None), (", tool_calls", dialect)] if dialect else [("", None)]
-    for name, tokenizer in [("its own", worker.tokenizer), *named_tokenizers(files, options.model_dir)]:
+    for name, tokenizer in [("its own", native.tokenizer), *known]:
         for form, of_calls in forms:
             try:
-                num_different, num_all = rendered_again(tokenizer, native, worker.tokenizer.stop_ids, of_calls)
+                num_different, num_all = rendered_again(tokenizer, own, native.tokenizer.stop_ids, of_calls)
             except Exception as error:  # of the template
                 rows.append([name + form, "", f"refused: {str(error).splitlines()[0][:90]}"])
             else:
                 rows.append([name + form, num_all, f"{num_different} ({num_different / max(1, num_all):.0%})"])
-    print("\n".join(markdown_table(["template", "prompts behind the first", "differ if rendered again"], rows)))
-
-
-def named_tokenizers(files: Sequence[Path], folder: str) -> Iterator[tuple[str, Tokenizer]]:
-    for file in files:
-        yield file.stem, make_tokenizer(file.read_text("utf-8"), Path(folder))[0]
+    print("\n".join(markdown_table(["template", "prompts after the first", "differ if rendered again"], rows)))
 
 
 if __name__ == "__main__":

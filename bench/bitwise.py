@@ -24,7 +24,7 @@ import optax
 from jaxtyping import Float
 
 from bench.common import ROOT, Figure, environment, make_prompts, report
-from bench.grpo_step import make_batch
+from bench.train_step import batch_of
 from core.chains.pages import with_pages
 from core.config import Config
 from core.learner import Learner
@@ -97,7 +97,7 @@ def trainer_logprobs(sampler: Sampler, params: Params, completions: Completions,
     config = make_config(Config, groups_per_batch=1, group_size=max(2, num_rows), ppo_minibatch=0, **limits)
     model = replace(sampler.model, kv_dtype="")
     learner = Learner(model, optax.identity(), sampler.layout, config, sampler.max_new_tokens, MICROBATCH)
-    batch = make_batch(completions, group_size=1)
+    batch = batch_of(completions, group_size=1)
     width = bucket(batch.tokens.shape[1])  # as Learner.add_logprobs: few widths to compile
     parts = np.arange(len(batch)).reshape(-1, num_rows)
     logprobs = [learner.compute_outputs(params, select_rows(batch, rows, width)).logprobs for rows in parts]

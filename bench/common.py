@@ -19,14 +19,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
-from models.architecture import Decoder, is_spec
-from models.checkpoint import default_dtype, load_model, read_config, save_model
+from models.architecture import Decoder
+from models.checkpoint import read_config, save_model
 from models.decoder import init_params
 from models.families import text_config
 from models.files import CONFIG
-from models.names import Params
 from models.tokenizer import GENERATION_CONFIG, load_tokenizer, read_json
-from utils.devices.sharding import Layout
 from utils.files import write_json
 from utils.metrics.jsonl import JSON
 from utils.runs.origin import find_cpu
@@ -64,20 +62,6 @@ class BenchConfig:
     json: str = option("", "File for the figures; empty: not written")
 
 
-@dataclass(frozen=True)
-class RowsConfig:
-    """Model and completions, of benchmarks without the settings of training."""
-
-    model_dir: str = option("", "Hugging Face folder of a model to measure; empty: a random one of --shape")
-    groups_per_batch: int = option(8, "Prompts")
-    group_size: int = option(8, "Completions of each prompt")
-    num_generation_tokens: int = option(128, "Tokens of each completion")
-
-    @property
-    def num_rows(self) -> int:
-        return self.groups_per_batch * self.group_size
-
-
 def shape(name: str, **more: Setting) -> Decoder:
     """Returns the architecture of a named shape, or of a published model."""
     if name not in SHAPES:
@@ -86,26 +70,6 @@ def shape(name: str, **more: Setting) -> Decoder:
     vocabulary, width, mlp, layers, heads, key_heads, channels = SHAPES[name]
     tied = name not in UNTIED
     return Decoder(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)
-
-
-def load(model_dir: str, shape_name: str, layout: Layout, dtype: str, **more: Setting) -> tuple[Decoder, Params]:
-    """Returns the model of a folder, or a random one of a named shape (empty `model_dir`), and its parameters.
-
-    `dtype` and `more` as load_model's.
-    """
-    if model_dir:
-        return load_model(model_dir, layout, dtype, **more)[:2]
-    model = shape(shape_name, dtype=dtype or default_dtype(), mesh=layout.mesh, **more)
-    table = model.parameter_table()
-    shardings = jax.tree.map(lambda spec: layout.sharding(*spec), table, is_leaf=is_spec)
-    init = jax.jit(init_params, static_argnums=0, out_shardings=shardings)
-    return model, init(model, jax.random.key(0))
-
-
-def read_shape(folder: str | Path) -> Decoder:
-    """Returns the architecture of a Hugging Face folder."""
-    file = Path(folder).expanduser() / CONFIG
-    return Decoder(**read_config(read_json(file), file))
 
 
 def write_random_model(name: str, folder: str | Path, stop_share: float = 0.0) -> str:
@@ -201,6 +165,16 @@ def run_command(script: str, options: Mapping[str, object], out: TextIO | None =
     subprocess.run(line, cwd=ROOT, check=True, stdout=out, stderr=out)
 
 
+def train(folder: Path, options: Mapping[str, object], command: str = "grpo") -> Path:
+    """Returns the last model of a run, which is made unless its log says that it has ended."""
+    log = folder.with_suffix(".log")
+    if not (log.is_file() and "\nmodel: " in log.read_text()):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as out:
+            run_command(f"core/{command}.py", {**options, "save_dir": folder}, out)
+    return max(folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+
+
 def report(
     title: str,
     columns: Sequence[str],
@@ -215,9 +189,5 @@ def report(
     print(*markdown_table(columns, rows), sep="\n")
     if file:
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
-        write_figures(file, {"title": title, "environment": machine, "rows": objects} | more)
-
-
-def write_figures(file: str, content: JSON) -> None:
-    """Writes figures as JSON."""
-    Path(file).expanduser().write_text(json.dumps(content, indent=2) + "\n")
+        content = {"title": title, "environment": machine, "rows": objects} | more
+        Path(file).expanduser().write_text(json.dumps(content, indent=2) + "\n")

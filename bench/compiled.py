@@ -9,8 +9,6 @@
     python bench/compiled.py --target v5e --models 1.7B --devices 32 --slices 2
     python bench/compiled.py --config configs/lora_8b.py --memory 23.7 --models 8B --devices 1 --layers 2,4
     python bench/compiled.py --target h200 --models 1.7B --devices 1 --teacher Qwen3-8B    # a shape too
-    python bench/compiled.py --target h200 --kinds 1 --groups_per_batch 64 --group_size 8 --ppo_minibatch 128 \
-        --num_generation_tokens 400 --inference_batch_per_device 512                       # CPU seconds of compiling
 
 Rollouts in the tables have as many pages as their rows need when all are as long as can be, each with pages of its own.
 
@@ -28,13 +26,14 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-import contextlib
 import importlib.util
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -47,11 +46,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from bench import hlo
-from bench.common import Figure, report, shape, write_figures
+from bench.common import Figure, report, shape
 from core import learner
 from core.chains.pages import PAGE, decode_pages, prefill_pages
 from core.config import Config
-from core.extensions import programs as of_run
 from core.extensions import teacher as teachers
 from core.extensions.programs import page_programs, update_programs
 from core.extensions.teacher import TaughtLearner
@@ -90,7 +88,7 @@ from models.pages import Paging
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
 from utils.batching import MicrobatchShape, bucket, choose_shapes
-from utils.devices.compilation import Programs, shapes_of, with_shardings
+from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
@@ -121,16 +119,6 @@ class Target(NamedTuple):
     cache: int = 0  # bytes of its L2
     num_axes: int = 0  # of the torus of a TPU slice
     devices_per_chip: int = 1  # that JAX shows
-
-    @property
-    def peak(self) -> float:
-        """FLOP/s of bfloat16 products."""
-        return PEAKS[self.kind][0]
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes/s of its memory."""
-        return PEAKS[self.kind][1]
 
 
 HOPPER = Cores((9, 0), 132, 128, 1.98, 2048, 228 << 10)
@@ -178,7 +166,7 @@ GB = 1e9
 GPUS_OF_A_HOST = 8
 WEIGHT_PROGRAMS = ("decode_weights", "layer_adapters", "merge")
 PAGE_PROGRAMS = (prefill_pages.__name__, decode_pages.__name__)
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+Bytes = dict[str, float]  # on one device, or that it sends, by the name of a column; some are numbers of something else
 
 
 @dataclass(frozen=True)
@@ -197,7 +185,6 @@ class TableConfig:
         "Two numbers of layers, from which rollouts and adapters' updates are extrapolated; empty: all are compiled",
     )
     memory: float = option(0.0, "GB of a device that programs may use; 0: those of the target")
-    kinds: bool = option(False, "CPU seconds to compile all programs of a run on one device, by kind, and no table")
     json: str = option("", "File for the figures; empty: not written")
 
 
@@ -275,7 +262,7 @@ def gpu_topology(target: str, num_devices: int, num_hosts: int) -> topologies.To
     """Returns the GPUs of hosts."""
     gpu = TARGETS[target]
     optin = gpu.cores.shared - (1024 if gpu.cores.capability >= (8, 0) else 0)  # of which CUDA takes a part itself
-    facts = gpu._asdict() | {"bandwidth": int(gpu.bandwidth), "optin": optin}
+    facts = gpu._asdict() | {"bandwidth": int(PEAKS[gpu.kind][1]), "optin": optin}
     config = GPU.format(**facts)
     topology = f"{num_hosts}x1x{num_devices // num_hosts}"
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology)
@@ -348,33 +335,32 @@ def compile_until(programs: Programs, function: Callable) -> Iterator[Program]:
         results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
 
 
+def shaped(layout: Layout, spec: Spec, dtype: str = "float32", rollout: bool = False) -> jax.ShapeDtypeStruct:
+    """Returns a parameter as its shape laid out on the devices; `rollout`: as sampling lays it out."""
+    return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=rollout))
+
+
 def parameter_shapes(model: Decoder, layout: Layout, dtype: str = "float32") -> Params:
-    """Returns the parameters of a model, as shapes laid out on the devices."""
-
-    def lay_out(spec: Spec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec))
-
-    return jax.tree.map(lay_out, model.parameter_table(), is_leaf=architecture.is_spec)
+    """Returns the parameters of a model."""
+    table = model.parameter_table()
+    return jax.tree.map(lambda spec: shaped(layout, spec, dtype), table, is_leaf=architecture.is_spec)
 
 
 def trained_shapes(model: Decoder, layout: Layout, config: Config) -> Params | Adapters:
-    """Returns what is trained, as shapes laid out on the devices: adapters, or all parameters."""
+    """Returns what is trained: adapters, or all parameters."""
     if not config.lora.lora_rank:
         return parameter_shapes(model, layout)
-    shapes = {}
-    for name, spec in adapter_table(model, config.lora.lora_rank).items():
-        shapes[name] = jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec, rollout=True))
-    return shapes
+    table = adapter_table(model, config.lora.lora_rank)
+    return {name: shaped(layout, spec, rollout=True) for name, spec in table.items()}
 
 
 def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
-    """Returns the base below adapters as shapes laid out on the devices; empty if all parameters are trained."""
+    """Returns the base below adapters; empty if all parameters are trained."""
     if not config.lora.lora_rank:
         return {}
 
     def lay_out(path: tuple, spec: Spec) -> jax.ShapeDtypeStruct:
-        dtype = dtype_of(path[-1].key, model.dtype)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=True))
+        return shaped(layout, spec, dtype_of(path[-1].key, model.dtype), rollout=True)
 
     base = jax.tree.map_with_path(lay_out, model.weights_table(), is_leaf=architecture.is_spec)
     if config.lora.base_dtype != "int8":
@@ -384,12 +370,9 @@ def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
 
 def quantized_shapes(layout: Layout, layer: LayerParams) -> LayerParams:
     """Returns the shapes of a layer of int8: matrices where they were, scales on every device."""
-
-    def lay_out(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = layout.replicated if name.endswith(SCALE) else layer[name].sharding
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return {name: lay_out(name, x) for name, x in jax.eval_shape(quantize_layer, layer).items()}
+    shapes = jax.eval_shape(quantize_layer, layer)
+    places = {name: layout.replicated if name.endswith(SCALE) else layer[name].sharding for name in shapes}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
 
 
 class Teacher(NamedTuple):
@@ -431,27 +414,18 @@ def rows(layout: Layout, *sizes: int, dtype: DTypeLike = jnp.int32) -> jax.Shape
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.rows if sizes else layout.replicated)
 
 
-def paged_sampler(config: Config, model: Decoder, layout: Layout, num_slots: int) -> Sampler:
-    """Returns a sampler with pages for so many rows that are as long as can be."""
-    limits = {"max_prompt_tokens": config.sampling.prompt_length, "layout": layout}
-    paging = Paging(PAGE, num_slots=num_slots, adapts=False)
-    return Sampler(model, config.sampling.num_generation_tokens, (0,), paging=paging, **limits)
-
-
 def sampling_programs(
     config: Config, model: Decoder, layout: Layout, num_slots: int, rollout: Layout | None = None
 ) -> Iterator[Program]:
-    """Compiles what a rollout runs, up to a segment of all slots, which is the last.
+    """Compiles what a rollout runs over pages for rows that are as long as can be, up to a segment of all slots.
 
     `rollout`: the mesh that samples; None: the one that trains.
     """
-    sampler = paged_sampler(config, model, layout, num_slots).on(rollout or layout)
-    return compile_until(page_programs(sampler, policy_shapes(model, layout, config), num_slots), decode_pages)
-
-
-def decode_segment(config: Config, model: Decoder, layout: Layout, num_slots: int) -> Program:
-    """Compiles a segment of all slots."""
-    return list(sampling_programs(config, model, layout, num_slots))[-1]
+    paging = Paging(PAGE, num_slots=num_slots, adapts=False)
+    limits = config.sampling.num_generation_tokens, (0,)
+    sampler = Sampler(model, *limits, paging=paging, max_prompt_tokens=config.sampling.prompt_length, layout=layout)
+    programs = page_programs(sampler.on(rollout or layout), policy_shapes(model, layout, config), num_slots)
+    return compile_until(programs, decode_pages)
 
 
 def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
@@ -512,121 +486,78 @@ def row_length(config: Config) -> int:
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
 
-def largest_shape(config: Config, model: Decoder, layout: Layout, num_tokens: int) -> MicrobatchShape:
-    """Returns the largest shape of a run's micro-batches of so many packed tokens."""
-    most_rows = -(-config.minibatch_size // layout.row_shards)
-    return choose_shapes(num_tokens, row_length(config), most_rows, model.kernel in SKIPPING)[0]
-
-
-class Communication(NamedTuple):
-    """Bytes that one device sends in a micro-batch, as rings move them."""
-
-    counts: dict[str, float]  # of collectives, by kind
-    sent: dict[str, float]  # bytes
-    crossing: float  # of them to other slices
-    least: float  # that FSDP must send
-    least_crossing: float
-
-
-class Training(NamedTuple):
-    """Bytes on one device."""
-
-    held: float  # parameters and moments, or a base, adapters and their moments
-    update: float  # while a micro-batch's gradient is added up
-    estimate: float  # of the same, by models/memory.py
-    optimizer: float
-    flops: float  # of a micro-batch without recomputation, not bytes
-    communication: Communication
-    teacher: float = 0.0  # while it scores a micro-batch, with all that is held
-
-
-class Rollout(NamedTuple):
-    """Bytes on one device, beside what is held; and those that a decode step moves."""
-
-    copying: float  # while the weights that sampling reads are made
-    peak: float  # of the other programs
-    step: float  # read and written
-    least: float  # that must be: weights but for experts without tokens, caches, states
-    experts: float  # read of experts
-    least_experts: float
-    num_collectives: float
-    sent: float  # that collectives return
-
-
-def measure_training(config: Command, model: Decoder, layout: Imagined, num_tokens: int) -> Training:
-    """Compiles an update with micro-batches of `num_tokens`."""
+def measure_training(config: Command, layout: Imagined, num_tokens: int, model: Decoder) -> Bytes:
+    """Compiles an update with micro-batches of `num_tokens`: memory, what it sends, and FLOPs of a micro-batch."""
     state = state_shapes(model, layout, config)
     base, teacher = base_shapes(model, layout, config), teacher_of(model, layout, config)
     width = row_length(config)
-    largest = largest_shape(config, model, layout, num_tokens)
+    most_rows = -(-config.minibatch_size // layout.row_shards)
+    largest = choose_shapes(num_tokens, width, most_rows, model.kernel in SKIPPING)[0]
     update = gradient(model, layout, largest, config)
     *_, batch, packing, _, beside = update.arguments
     lengths = np.full(largest.num_packed // width, width)
     sizes = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.arrays), width)
     planned = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.planned), width)
-    of_teacher, scoring = 0, 0.0
-    if teacher:
-        of_teacher = bytes_on_device(teacher.arrays)
-        arguments = teacher.model, teacher.params, batch.tokens, packing
-        scoring = sizes.held + compile_for(teachers.hidden_states, *arguments).added
+    of_teacher = bytes_on_device(teacher.arrays) if teacher else 0
     held = bytes_on_device(held_state(state, config)) - bytes_on_device(state.params)
-    return Training(
-        sizes.held,
-        held + of_teacher - bytes_on_device(beside) + update.peak,
-        update_bytes(planned, model, model.remat, largest),
-        bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
-        training_flops(model, lengths, largest.num_packed, largest.num_packed) / layout.mesh.shape["tp"],
-        measure_communication(model, layout, update.hlo),
-        scoring,
-    )
+    flops = training_flops(model, lengths, largest.num_packed, largest.num_packed) / layout.mesh.shape["tp"]
+    found = {
+        "held": sizes.held,
+        "update": held + of_teacher - bytes_on_device(beside) + update.peak,
+        "estimated": update_bytes(planned, model, model.remat, largest),
+        "optimizer": bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
+        "FLOPs": flops,
+    }
+    if teacher:
+        arguments = teacher.model, teacher.params, batch.tokens, packing
+        found["teacher scores"] = sizes.held + compile_for(teachers.hidden_states, *arguments).added
+    return found | measure_communication(model, layout, update.hlo)
 
 
-def measure_communication(model: Decoder, layout: Imagined, text: str) -> Communication:
-    """Reads what the program of an update sends."""
+def measure_communication(model: Decoder, layout: Imagined, text: str) -> Bytes:
+    """Returns what a device sends for a micro-batch, as rings move it, and how often, by the kind of a collective.
+
+    `text`: the program of the gradient. Other slices get at least the sum of the gradients.
+    """
     slices = layout.slices
     transfers = hlo.transfers(text, slices)
+    found = {kind: sum(x.sent for x in transfers if x.kind == kind) for kind in hlo.COLLECTIVES}
+    found |= {times_of(kind): sum(x.times for x in transfers if x.kind == kind) for kind in hlo.COLLECTIVES}
     num_others = len(set(slices)) - 1
-    least_crossing = 2 * 4 * model.num_parameters * num_others / len(slices)
-    return Communication(
-        {kind: sum(x.times for x in transfers if x.kind == kind) for kind in KINDS},
-        {kind: sum(x.sent for x in transfers if x.kind == kind) for kind in KINDS},
-        sum(x.crossing(slices) for x in transfers),
-        hlo.fsdp_minimum(model.num_parameters, layout.mesh.shape, jnp.dtype(model.dtype).itemsize),
-        least_crossing,
-    )
+    return found | {
+        "sent": sum(x.sent for x in transfers),
+        "FSDP's minimum": hlo.fsdp_minimum(model.num_parameters, layout.mesh.shape, jnp.dtype(model.dtype).itemsize),
+        "to other slices": sum(x.crossing(slices) for x in transfers),
+        "their minimum": 2 * 4 * model.num_parameters * num_others / len(slices),
+    }
 
 
-def measure_rollout(config: Command, model: Decoder, trained: Imagined, layout: Imagined) -> Rollout:
-    """Compiles the programs of a rollout on the mesh that samples, and reads its last decode segment."""
-    programs = rollout_programs(config, model, trained, layout)
+def times_of(kind: str) -> str:
+    """Returns the name under which the number of collectives of a kind is found."""
+    return f"number of {kind}"
+
+
+def measure_rollout(config: Command, trained: Imagined, layout: Imagined, model: Decoder) -> Bytes:
+    """Compiles the programs of a rollout on the mesh that samples, and reads its last decode segment.
+
+    Its memory is what is added to the training state; a base that is sampled from itself is part of it.
+    """
+    num_slots = config.sampling.inference_batch_per_device * layout.row_shards
+    programs = list(sampling_programs(config, model, trained, num_slots, layout))
     text = programs[-1].hlo
     step = max(hlo.loop_traffic(text, layout.target.cache).values(), key=lambda part: part.num_bytes)
     sent = hlo.collectives(text)
     least, least_experts = least_bytes(model, layout, programs[-1])
-    return Rollout(
-        *sampling_peaks(programs),
-        step.num_bytes,
-        least,
-        expert_bytes(model, layout, text, step),
-        least_experts,
-        len(sent),
-        sum(line.num_bytes for line in sent),
-    )
-
-
-def rollout_programs(config: Command, model: Decoder, trained: Imagined, layout: Imagined) -> list[Program]:
-    """Compiles the programs of a rollout."""
-    num_slots = config.sampling.inference_batch_per_device * layout.row_shards
-    return list(sampling_programs(config, model, trained, num_slots, layout))
-
-
-def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
-    """Returns the bytes beside the training state while weights for sampling are made, and at the peak of the rest.
-
-    A base that is sampled from itself counts as beside the state.
-    """
-    making = sum(program.added for program in programs if program.function in WEIGHT_PROGRAMS)
-    return making, max(program.peak for program in programs if program.function in PAGE_PROGRAMS)
+    return {
+        "making weights": sum(program.added for program in programs if program.function in WEIGHT_PROGRAMS),
+        "sampling": max(program.peak for program in programs if program.function in PAGE_PROGRAMS),
+        "decode step": step.num_bytes,
+        "at least": least,
+        "of experts": expert_bytes(model, layout, text, step),
+        "experts at least": least_experts,
+        "collectives": len(sent),
+        "they return": sum(line.num_bytes for line in sent),
+    }
 
 
 def least_bytes(model: Decoder, layout: Layout, program: Program) -> tuple[float, float]:
@@ -660,9 +591,7 @@ def with_layers(model: Decoder, num_layers: int) -> Decoder:
     return replace(model, num_hidden_layers=num_layers, layer_types=model.layer_types[:num_layers])
 
 
-def extrapolate(
-    config: Command, model: Decoder, measure: Callable[[Decoder], Training | Rollout]
-) -> Training | Rollout:
+def extrapolate(config: Command, model: Decoder, measure: Callable[[Decoder], Bytes]) -> Bytes:
     """Returns what a model needs; with --layers extrapolated from two numbers of layers, which are alike."""
     depths = [int(depth) for depth in filter(None, config.table.layers.split(","))]
     if not depths:
@@ -722,50 +651,17 @@ def table_row(config: Command, target: str, name: str, num_devices: int) -> dict
         "rows": run.rows,
         "there are": run.layout.target.memory / GB,
     }
-
-    def measure_update(model: Decoder) -> Training:
-        return measure_training(config, model, run.layout, run.tokens)
-
+    measure = partial(measure_training, config, run.layout, run.tokens)
     # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
-    training = extrapolate(config, run.model, measure_update) if run.base else measure_update(run.model)
-    row |= training_figures(training, run)
-    return row | rollout_figures(config, run, training.held) if run.rows else row
-
-
-def row_or_refusal(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
-    """Returns a row of the table, of what the compiler says does not fit no figures."""
-    try:
-        return table_row(config, target, name, num_devices)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(str(error).splitlines()[0])
-        return {"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"}
-
-
-def training_figures(training: Training, run: Run) -> dict[str, Figure]:
-    """Returns the columns of an update: its memory, what it sends, and a bound of its MFU.
-
-    Adapters, which need fewer products, have no bound.
-    """
-    sent = training.communication
-    total = sum(sent.sent.values())
-    kinds = {kind: f"{count:,.0f}: {sent.sent[kind] / GB:.3g}" for kind, count in sent.counts.items() if count}
-    figures = kinds | {
-        "held": training.held / GB,
-        "update": training.update / GB,
-        "estimated": training.estimate / GB,
-        "optimizer": training.optimizer / GB,
-        "sent": total / GB,
-        "FSDP's minimum": sent.least / GB,
-        "to other slices": sent.crossing / GB,
-        "their minimum": sent.least_crossing / GB,
-    }
-    if training.teacher:
-        figures["teacher scores"] = training.teacher / GB
-    if not run.base:
-        figures["MFU at most"] = largest_mfu(training.flops, total, run)
-    return figures | {"sent / minimum": total / sent.least} if sent.least else figures
+    training = extrapolate(config, run.model, measure) if run.base else measure(run.model)
+    row |= {name: x / GB for name, x in training.items() if name in (*MEMORY, *SENT)}
+    for kind in filter(training.get, hlo.COLLECTIVES):
+        row[kind] = f"{training[times_of(kind)]:,.0f}: {training[kind] / GB:.3g}"
+    if training["FSDP's minimum"]:
+        row["sent / minimum"] = training["sent"] / training["FSDP's minimum"]
+    if not run.base:  # adapters need fewer products
+        row["MFU at most"] = largest_mfu(training["FLOPs"], training["sent"], run)
+    return row | rollout_figures(config, run, training["held"]) if run.rows else row
 
 
 def largest_mfu(flops: float, num_bytes: float, run: Run) -> float:
@@ -775,32 +671,29 @@ def largest_mfu(flops: float, num_bytes: float, run: Run) -> float:
     """
     target = run.layout.target
     num_passes = 4 if run.model.remat == "full" else 3  # of equal work: forward, backward, and forward again
-    seconds = max(num_passes / 3 * flops / target.peak, num_bytes / target.links)
-    return flops / target.peak / seconds
+    peak = PEAKS[target.kind][0]
+    seconds = max(num_passes / 3 * flops / peak, num_bytes / target.links)
+    return flops / peak / seconds
 
 
 def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]:
-    """Returns the columns of sampling: its memory beside what is held, and what a decode step moves."""
+    """Returns the columns of sampling: its memory with all that is held, and what a decode step moves."""
     config = with_options(config, inference_batch_per_device=run.rows)
-    rollout = extrapolate(config, run.model, lambda model: measure_rollout(config, model, run.layout, run.rollout))
-    num_devices = run.rollout.mesh.shape["tp"]  # that sample a row together
+    found = extrapolate(config, run.model, partial(measure_rollout, config, run.layout, run.rollout))
     beside = bytes_on_device(held_state(run.state, config))
     if run.model.merges_adapters:
         beside += bytes_on_device(run.base)
     if teacher := teacher_of(run.model, run.layout, config):
         beside += bytes_on_device(teacher.arrays)
-    return {
-        "making weights": (held + rollout.copying) / GB,
-        "sampling": (beside + rollout.peak) / GB,
-        "decode step": rollout.step / GB,
-        "at least": rollout.least / GB,
-        "ratio": rollout.step / rollout.least,
-        "of experts": rollout.experts / GB,
-        "experts at least": rollout.least_experts / GB,
-        "collectives": rollout.num_collectives,
-        "they return": rollout.sent / GB,
-        "tokens/s at most": round(run.rows * run.layout.target.bandwidth / rollout.step / num_devices),
+    found["making weights"] += held
+    found["sampling"] += beside
+    per_row = found["decode step"] * run.rollout.mesh.shape["tp"] / run.rows  # of all devices that sample it together
+    more = {
+        "collectives": found["collectives"],
+        "ratio": found["decode step"] / found["at least"],
+        "tokens/s at most": round(PEAKS[run.layout.target.kind][1] / per_row),
     }
+    return {name: x / GB for name, x in found.items()} | more
 
 
 SETTING = ("model", "devices", "mesh", "--remat", "tokens")
@@ -811,7 +704,8 @@ DECODE = (
     "rows", "decode step", "at least", "ratio", "of experts", "experts at least", "collectives", "they return",
     "tokens/s at most",
 )  # fmt: skip
-UPDATE = (*KINDS, "sent", "FSDP's minimum", "sent / minimum", "to other slices", "their minimum", "MFU at most")
+SENT = ("sent", "FSDP's minimum", "to other slices", "their minimum")
+UPDATE = (*hlo.COLLECTIVES, *SENT, "sent / minimum", "MFU at most")
 PARTS = {
     "memory": SETTING + MEMORY,
     "what a decode step reads and writes, and its collectives": SETTING[:3] + DECODE,
@@ -819,38 +713,7 @@ PARTS = {
 }
 
 
-def report_kinds(config: Command, target: str, name: str) -> None:
-    """Compiles all programs of a run on one device, one after the other, and prints their CPU seconds by kind."""
-    run = plan_run(config, target, name, 1)
-    model, layout, limit = run.model, run.layout, config.sampling.num_generation_tokens
-    settings = model, make_optimizer(config.optimizer), layout, config, limit, run.tokens
-    sampler = paged_sampler(config, model, layout, run.rows)
-    policy = make_policy(run.base, run.state.params)
-    lists = of_run.learner_programs(Learner(*settings, base=run.base), run.state)
-    lists.append(page_programs(sampler, policy, run.rows))
-    seconds, seen = {}, set()
-    for programs in lists:
-        results = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                function, arguments = programs.send(results)
-                leaves, tree = jax.tree.flatten(shapes_of(arguments))
-                clock = time.process_time()
-                compiled = compile_for(function, *arguments).compiled
-                results = with_shardings(compiled.out_info, compiled.output_shardings)
-                if (key := (function, tree, *leaves)) not in seen:
-                    seen.add(key)
-                    seconds.setdefault(function.__name__, []).append(time.process_time() - clock)
-    rows = [(kind, len(own), np.mean(own), sum(own)) for kind, own in seconds.items()]
-    rows.append(("all", len(seen), "", sum(row[-1] for row in rows)))
-    title = f"CPU seconds of compiling a run of {name} for {target}"
-    report(title, ("program", "number", "each", "all"), rows, {"jax": jax.__version__}, config.table.json)
-
-
 def main(config: Command) -> None:
-    if config.table.kinds:
-        report_kinds(config, config.table.target, config.table.models)
-        return
     asked = config.devices.mesh
     default = str(math.prod(parse_mesh(asked).values())) if asked else "8"
     table = []
@@ -858,7 +721,13 @@ def main(config: Command) -> None:
         name = size if "-" in size else f"Qwen3-{size}"
         for target in config.table.target.split(","):
             for num_devices in (config.table.devices or default).split(","):
-                table.append(row_or_refusal(config, target, name, int(num_devices)))
+                try:
+                    table.append(table_row(config, target, name, int(num_devices)))
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    print(str(error).splitlines()[0])
+                    table.append({"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"})
                 print(table[-1], flush=True)
     facts = {"jax": jax.__version__}
     print(f"\nGB of one device; rows of {row_length(config)} tokens")
@@ -866,7 +735,8 @@ def main(config: Command) -> None:
         rows = [[row.get(column, "") for column in columns] for row in table]
         report(title, columns, rows, facts)
     if config.table.json:
-        write_figures(config.table.json, {"title": "compiled programs", "environment": facts, "rows": table})
+        content = {"title": "compiled programs", "environment": facts, "rows": table}
+        Path(config.table.json).expanduser().write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

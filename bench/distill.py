@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from bench.common import ROOT, run_command
+from bench.common import ROOT, run_command, train
 from core.terms.distill import divergence
 from extras.plots import make_figure
 from models.checkpoint import load_model
@@ -68,24 +68,17 @@ MORE: dict[str, dict[str, object]] = {}  # options of commands besides all other
 SCORE, PASS = "correct_answer", "pass@8"
 
 
-def call(command: str, options: Mapping[str, object], log: Path) -> None:
-    """Runs a command with these options."""
-    with log.open("w") as out:
-        run_command(f"core/{command}.py", options | MORE.get(command, {}), out)
-
-
-def train(folder: Path, command: str, options: Mapping[str, object]) -> Path:
-    """Returns the model of a run, which is made unless it is there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not list(folder.glob("step*")):
-        call(command, options | {"save_dir": folder}, folder.with_suffix(".log"))
-    return max(folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+def trained(folder: Path, command: str, options: Mapping[str, object]) -> Path:
+    """Returns the model of a run, with the options of all runs of a command."""
+    return train(folder, {**options, **MORE.get(command, {})}, command)
 
 
 def evaluate(model: Path | str, file: Path, options: Mapping[str, object] = MANY) -> dict[str, float]:
     """Returns the scores of a model, which is played unless they are there."""
     if not file.exists():
-        call("eval", PLAYED | {"model_dir": model, "json": file} | options, file.with_suffix(".log"))
+        played = {**PLAYED, "model_dir": model, "json": file, **options, **MORE.get("eval", {})}
+        with file.with_suffix(".log").open("w") as out:
+            run_command("core/eval.py", played, out)
     return json.loads(file.read_text())
 
 
@@ -109,7 +102,7 @@ def write_rows(file: Path, conversations: Sequence[list[dict[str, str]]]) -> Non
 
 def prepare(folder: Path) -> Path:
     """Returns the teacher, the first seed of RL; it and models/tiny have been played, and have written."""
-    teacher = train(folder / "RL_0", "grpo", {"config": "configs/demo.py", "seed": 0})
+    teacher = trained(folder / "RL_0", "grpo", {"config": "configs/demo.py", "seed": 0})
     evaluate(TINY, folder / "base.json")
     long = written(teacher, folder / "written_by_teacher.jsonl")
     short = written(TINY, folder / "written_by_base.jsonl")
@@ -127,16 +120,16 @@ def run_map(folder: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
                 continue
             own = {} if arm == "RL" else HELD_OUT | {"teacher": teacher}
             options = {"config": "configs/demo.py", "seed": seed} | own | options
-            evaluate(train(folder / f"{arm}_{seed}", "grpo", options), folder / f"{arm}_{seed}.json")
+            evaluate(trained(folder / f"{arm}_{seed}", "grpo", options), folder / f"{arm}_{seed}.json")
         if "SFT" in arms:
-            model = train(folder / f"SFT_{seed}", "sft", SFT | {"data": folder / "sft.jsonl", "seed": seed})
+            model = trained(folder / f"SFT_{seed}", "sft", SFT | {"data": folder / "sft.jsonl", "seed": seed})
             evaluate(model, folder / f"SFT_{seed}.json")
 
 
 def run_contrast(folder: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
     """Trains the model that knows the rule, then what it teaches itself in these arms with these seeds."""
     prepare(folder)
-    base = train(folder / "knows_the_rule", "sft", SFT | {"data": folder / "both.jsonl", "num_epochs": 4})
+    base = trained(folder / "knows_the_rule", "sft", SFT | {"data": folder / "both.jsonl", "num_epochs": 4})
     evaluate(base, folder / "without.json")
     system = {"env_options": f"{PLAYED['env_options']},system={RULE}", "prompt_length": 64}
     evaluate(base, folder / "with.json", MANY | system)
@@ -145,7 +138,7 @@ def run_contrast(folder: Path, seeds: Sequence[int], arms: Sequence[str]) -> Non
             if arm not in arms:
                 continue
             options = {"config": "configs/demo.py", "seed": seed, "model_dir": base} | HELD_OUT | options
-            evaluate(train(folder / f"{arm}_{seed}", "grpo", options), folder / f"{arm}_{seed}.json")
+            evaluate(trained(folder / f"{arm}_{seed}", "grpo", options), folder / f"{arm}_{seed}.json")
 
 
 def scores(folder: Path, arm: str) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Episodes that all have as many turns and tokens, for bench/turns.py. The processes that play them import no JAX."""
+"""Episodes that all have as many turns and tokens, for bench/peers.py. The processes that play them import no JAX."""
 
 import random
 

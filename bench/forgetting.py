@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 from bench.ab import describe_origin
 from bench.common import report
-from bench.distill import MORE, train
+from bench.distill import MORE, trained
 from core.config import Config
 from core.grpo import make_workers, rollout_batch
 from core.learner import make_learner
@@ -76,7 +76,7 @@ def write_games(file: Path, form: str, added: int) -> None:
 
 def train_all(folder: Path, seed: int) -> dict[tuple[str, str], Path]:
     """Returns the models by how they were trained and with which rate; the first is the reference."""
-    start = train(folder / f"start_{seed}", "grpo", START | {"seed": seed})
+    start = trained(folder / f"start_{seed}", "grpo", START | {"seed": seed})
     models, arms = {("before", ""): start}, {"RL": ((5e-4, 1e-3, 2e-3), "grpo", RL)}
     for arm, (form, added, rates) in WRITTEN.items():
         data = folder / f"{arm}.jsonl"
@@ -85,7 +85,7 @@ def train_all(folder: Path, seed: int) -> dict[tuple[str, str], Path]:
     for arm, (rates, command, own) in arms.items():
         for rate in rates:
             options = own | {"lr": rate, "seed": seed, "model_dir": start}
-            models[arm, f"{rate:.0e}"] = train(folder / f"{arm}_{rate:.0e}_{seed}", command, options)
+            models[arm, f"{rate:.0e}"] = trained(folder / f"{arm}_{rate:.0e}_{seed}", command, options)
     return models
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bench import hlo
 from bench.common import SHAPES, report
-from bench.compiled import GB, KINDS, compile_for, gpu_topology
+from bench.compiled import GB, compile_for, gpu_topology
 from core import minimal
 from utils.devices.compilation import with_shardings
 from utils.devices.sharding import bytes_on_device
@@ -73,10 +73,10 @@ if __name__ == "__main__":
         for function, *arguments in programs():
             program = compile_for(function, *arguments)
             memory, transfers = program.compiled.memory_analysis(), hlo.transfers(program.hlo, [0] * NUM_DEVICES)
-            sent = [sum(x.sent for x in transfers if x.kind == kind) for kind in KINDS]
+            sent = [sum(x.sent for x in transfers if x.kind == kind) for kind in hlo.COLLECTIVES]
             figures = memory.argument_size_in_bytes, memory.temp_size_in_bytes, program.peak, *sent
             table.append([program.function, *(round(x / GB, 1) for x in figures)])
     title = "Qwen3-8B on eight H200, GB of a device"
-    report(title, ("program", "arguments", "temporaries", "peak", *KINDS), table, {"jax": jax.__version__})
+    report(title, ("program", "arguments", "temporaries", "peak", *hlo.COLLECTIVES), table, {"jax": jax.__version__})
     _, state, _ = with_shardings(program.compiled.out_info, program.compiled.output_shardings)  # of apply_gradients
     print(f"\nA device holds {bytes_on_device(state) / GB:.1f} GB of moments after a step")

@@ -1,7 +1,8 @@
 """Ours against others on the same model folder and the same work, side by side: ratios of interleaved pairs of runs.
 
     python bench/peers.py --work rollout --peers torch
-    python bench/peers.py --work update,step --python tunix=~/venv-tunix/bin/python
+    python bench/peers.py --work update,step --python trl=~/venv-trl/bin/python
+    python bench/peers.py --work turns,turns_step --peers trl --group_size 4 --num_generation_tokens 16
 
 Every side is a process of its own, with its own interpreter if one is named. They take turns, one run of each a
 round, so that a noisy machine hurts all alike. Their first runs, in which they compile, are not counted. All runs of a
@@ -13,6 +14,9 @@ longer_tail  the same with 2,048 completions, mean 64, at most 1,024
 update       for given rollouts old log-probabilities, then loss, gradient and one step of AdamW
 update_once  the same if this is the only update, so that old log-probabilities are the new ones
 step         all of GRPO: rollout, rewards, advantages, one update
+turns        episodes of --turns turns, each of as many tokens, with --observation_tokens between two; no token ends a
+             turn. Ours has the environment in processes of its own, TRL a class as its `environment_factory`.
+turns_step   a whole step with such episodes
 """
 
 import contextlib
@@ -29,22 +33,15 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import (
-    BenchConfig,
-    Figure,
-    RowsConfig,
-    environment,
-    make_prompts,
-    read_shape,
-    report,
-    spread,
-    write_random_model,
-)
-from bench.side import ROLLOUTS, TAILS, Work
+from bench.common import BenchConfig, Figure, environment, make_prompts, report, spread, write_random_model
+from bench.fixed_episodes import FixedEpisodes
+from bench.side import ROLLOUTS, TAILS, TURNS, Work
+from core.rollout import encode_prompt
+from models.tokenizer import load_tokenizer
 from utils.settings.config import parse
 from utils.settings.options import group, option
 
-WORKS = (*ROLLOUTS, "update", "update_once", "step")
+WORKS = (*ROLLOUTS, "update", "update_once", "step", *TURNS)
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches
 VARIANTS = {  # variants of each side, if there are several, or none
     ("torch", "rollout"): GENERATE,
@@ -56,8 +53,8 @@ VARIANTS = {  # variants of each side, if there are several, or none
     ("trl", "rollout"): (),  # it generates by transformers
     ("trl", "long_tail"): (),
     ("trl", "longer_tail"): (),
-    ("tunix", "long_tail"): (),  # no lengths can be given to it
-    ("tunix", "longer_tail"): (),
+    ("torch", "turns"): (),
+    ("torch", "turns_step"): (),
     ("lmpo", "long_tail"): ("", "block_size=128"),
     ("lmpo", "longer_tail"): ("", "call_rows=64"),
 }
@@ -71,17 +68,20 @@ class Command:
     """Peers."""
 
     work: str = option("rollout", "Works, with commas between: " + ", ".join(WORKS))
-    peers: str = option(
-        "torch,trl,tunix", "Sides besides our own, with commas between; torch: transformers, a plain loop"
-    )
+    peers: str = option("torch,trl", "Sides besides our own, with commas between; torch: transformers, a plain loop")
     variants: str = option(
         "", "Variants instead of the default ones, as SIDE=V1+V2 separated by commas; ours are NAME=VALUE:..."
     )
     python: str = option("", "Interpreters of peers that are installed elsewhere, as PEER=PATH with commas between")
     folder: str = option("", "Folder that random models are kept in; empty: a temporary one")
+    turns: str = option("4", "Numbers of turns of episodes, with commas between")
+    observation_tokens: int = option(16, "Tokens between two turns")
     warmup: int = option(2, "Runs of each side that are not counted")
     bench: BenchConfig = group(BenchConfig)
-    rows: RowsConfig = group(RowsConfig)
+    model_dir: str = option("", "Hugging Face folder of a model to measure; empty: a random one of --shape")
+    groups_per_batch: int = option(8, "Prompts")
+    group_size: int = option(8, "Completions of each prompt")
+    num_generation_tokens: int = option(128, "Tokens of each completion, or of each turn")
 
 
 class Side:
@@ -130,13 +130,41 @@ def compare(sides: Sequence[Side], warmup: int, rounds: int) -> dict[str, list[R
     return {side.name: runs for side, runs in present.items()}
 
 
+def make_works(config: Command, folder: str) -> dict[str, Work]:
+    """Returns the works of a side, in plain numbers, by their names in the table."""
+    works = {}
+    for name in config.work.split(","):
+        if name in TURNS:
+            for number in map(int, config.turns.split(",")):
+                works[f"{name} {number}"] = turns_work(name, number, config, folder)
+        else:
+            works[name] = make_work(name, config, folder)
+    return works
+
+
+def turns_work(name: str, num_turns: int, config: Command, folder: str) -> Work:
+    """Returns the work of episodes of so many turns."""
+    num_tokens = config.observation_tokens
+    options = {"num_turns": num_turns, "prompt_tokens": config.bench.prompt_tokens, "observation_tokens": num_tokens}
+    env, tokenizer = FixedEpisodes(**options), load_tokenizer(folder)
+    prompts = [encode_prompt(tokenizer, env.problem(i)) for i in range(config.groups_per_batch)]
+    observation = tokenizer.bridge([], [{"role": "user", "content": env.observation}], plain=True).ids
+    assert {len(prompt) for prompt in prompts} == {config.bench.prompt_tokens}, "each letter is to be a token"
+    assert len(observation) == num_tokens
+    limit = num_turns * config.num_generation_tokens + (num_turns - 1) * num_tokens
+    size, turn = config.group_size, config.num_generation_tokens
+    work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": size, "limit": limit}
+    more: Work = {"num_turns": num_turns, "turn_tokens": turn, "observation": observation, "env_options": options}
+    return work | more
+
+
 def make_work(name: str, config: Command, folder: str) -> Work:
-    """Returns the work of a side, in plain numbers."""
-    num_groups, limit = config.rows.groups_per_batch, config.rows.num_generation_tokens
+    """Returns the work of single replies."""
+    num_groups, limit = config.groups_per_batch, config.num_generation_tokens
     if name in TAILS:
         num_groups, mean_length, limit = TAILS[name]
-    group_size = config.rows.group_size
-    vocabulary = read_shape(folder).vocab_size
+    group_size = config.group_size
+    vocabulary = json.loads((Path(folder).expanduser() / "config.json").read_text())["vocab_size"]
     num_rows = num_groups * group_size
     prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
     work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": group_size, "limit": limit}
@@ -191,12 +219,12 @@ def start_sides(config: Command, work: Work) -> list[Side]:
 
 
 def main(config: Command) -> None:
-    bench, model_dir = config.bench, config.rows.model_dir
+    bench, model_dir = config.bench, config.model_dir
     table, runs_of = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = model_dir or write_random_model(bench.shape, config.folder or temporary)
-        for name in config.work.split(","):
-            sides = start_sides(config, make_work(name, config, folder))
+        for name, work in make_works(config, folder).items():
+            sides = start_sides(config, work)
             try:
                 runs_of[name] = compare(sides, config.warmup, bench.repeats)
             finally:

@@ -1,4 +1,4 @@
-"""A side of bench/peers.py or bench/turns.py, in a process of its own: runs its work for each line of stdin.
+"""A side of bench/peers.py, in a process of its own: runs its work for each line of stdin.
 
     python bench/side.py PEER VARIANT      # work as a line of JSON on stdin, then a line for each run
 """
@@ -18,6 +18,7 @@ if __name__ == "__main__":
 Figure = float | str | list[int]
 TAILS = {"long_tail": (32, 32, 256), "longer_tail": (256, 64, 1024)}  # prompts, mean and limit of lengths
 ROLLOUTS = ("rollout", *TAILS)  # works that sample and nothing else
+TURNS = ("turns", "turns_step")  # works with episodes of several turns
 
 
 class Work(TypedDict, total=False):

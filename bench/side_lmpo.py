@@ -1,6 +1,6 @@
-"""This repository as a side of bench/peers.py, by the functions of rollout.py, train_step.py and grpo_step.py.
+"""This repository as a side of bench/peers.py. Episodes are played as in training, with the environment in processes.
 
-And of bench/turns.py: episodes are played as in training, with the environment in processes of its own.
+`variant` is NAME=VALUE:NAME=VALUE of settings; of a rollout also `call_rows`, rows sampled at a time (default: all).
 """
 
 from dataclasses import replace
@@ -8,15 +8,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from bench import grpo_step, train_step
+from bench import train_step
 from bench.fixed_episodes import FixedEpisodes
-from bench.rollout import completion_lengths, make_rollout
 from bench.side import ROLLOUTS, Gate, Work
-from core.advantages import compute_advantages
 from core.chains.pages import with_pages
 from core.config import Config
 from core.grpo import make_batch
-from core.learner import make_learner, split_minibatches
+from core.learner import make_learner
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import Sampler
@@ -31,52 +29,65 @@ from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
 
+NUM_WARMUP = 3  # rollouts before the first run: which programs are compiled depends on when the environment answers
+
 
 def run(work: Work, variant: str, gate: Gate) -> None:
-    """Runs a work again and again; `variant` is NAME=VALUE:NAME=VALUE of settings."""
+    """Runs a work again and again; the process ends at the gate."""
     prepare()  # as every command does
-    settings = [setting.split("=") for setting in variant.split(":") if setting]
+    flags = dict(setting.split("=") for setting in variant.split(":") if setting)
     if work["name"] in ROLLOUTS:
-        run_rollout(work, {name: int(value) for name, value in settings}, gate)
-    flags = {name: value for name, value in settings}
+        run_rollout(work, {name: int(value) for name, value in flags.items()}, gate)
     flags |= {"groups_per_batch": len(work["prompts"]), "group_size": work["group_size"]}
     flags["num_generation_tokens"] = work["limit"]
     config = parse(train_step.BenchTraining, [f"--{name}={value}" for name, value in flags.items()])
     layout = make_layout(config.devices)
     model, params, tokenizer = load_model(work["model_dir"], layout, **config.compute.arguments)
-    num_tokens = 0
     if work["name"].startswith("turns"):
         with make_turns_worker(work, config, model, tokenizer, layout) as worker:
             run_turns(work, config, worker, params, gate)
     if work["name"] == "step":
-        step = grpo_step.make_step(config, model, params, layout, work["prompts"])
-        while gate(num_tokens):
-            num_tokens = step()["tokens"]
+        run_steps(work, config, model, params, layout, gate)
     batch = train_step.make_batch(work["rows"], len(work["prompts"][0]), work["group_size"])
     update = train_step.make_update(config, model, params, layout, batch, with_old=work["name"] == "update")
+    num_tokens = 0
     while gate(num_tokens):
         update()
         num_tokens = batch.mask.sum()
 
 
 def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
-    """Samples again and again, `call_rows` rows at a time (by default all); the process ends at the gate."""
+    """Samples the same completions again and again, from weights that are laid out anew."""
     model, params, _ = load_model(work["model_dir"], dtype="")
     prompts, group_size = work["prompts"], work["group_size"]
     per_call = settings.pop("call_rows", len(prompts) * group_size) // group_size
     sizes = (settings.pop("block_size"),) if "block_size" in settings else ()
     sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), block_sizes=sizes, **settings)
     sampler = with_pages(sampler, -1)
-    rollouts = [
-        make_rollout(sampler, params, prompts[first : first + per_call], group_size, first)
-        for first in range(0, len(prompts), per_call)
-    ]
     lengths = []
     while gate(sum(lengths), lengths=lengths):
-        lengths = [length for rollout in rollouts for length in completion_lengths(rollout()).tolist()]
+        lengths = []
+        for first in range(0, len(prompts), per_call):
+            own = prompts[first : first + per_call]
+            ids = first + np.arange(len(own))
+            completions = sampler.generate(sampler.load_weights(params), own, ids, group_size, jax.random.key(0))
+            lengths += (completions.lengths - completions.prompt_lengths).tolist()
 
 
-NUM_WARMUP = 3  # rollouts before the first run: which programs are compiled depends on when the environment answers
+def run_steps(work: Work, config: Config, model: Decoder, params: Params, layout: Layout, gate: Gate) -> None:
+    """Makes steps of GRPO; the reward is the share of even token ids, which costs next to nothing."""
+    limit = config.sampling.num_generation_tokens
+    sampler = with_pages(Sampler(model, limit, (), layout=layout), -1)
+    learner, state = make_learner(config, model, params, layout, limit)
+    ids, number, num_tokens = np.arange(len(work["prompts"])), 0, 0
+    while gate(num_tokens):
+        number += 1
+        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        weights = sampler.load_weights(state.params)
+        completions = sampler.generate(weights, work["prompts"], ids, work["group_size"], key)
+        batch = train_step.batch_of(completions, work["group_size"])
+        state = train_step.learn(config, learner, state, batch, number)
+        num_tokens = completions.mask.sum()
 
 
 def make_turns_worker(
@@ -92,7 +103,7 @@ def make_turns_worker(
 
 
 def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params, gate: Gate) -> None:
-    """Plays episodes again and again, and learns from them if the work is a step; the process ends at the gate."""
+    """Plays episodes again and again, and learns from them if the work is a step."""
     tasks = np.arange(len(work["prompts"]))
     group_size = work["group_size"]
     is_step = work["name"] == "turns_step"
@@ -109,13 +120,9 @@ def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params,
         episodes = worker.play(worker.load_weights(params), tasks, group_size, key)
         num_tokens = check_turns(episodes, work)
         if is_step:
-            all_rollouts = np.arange(len(episodes.texts))
-            batch = make_batch(replace(episodes, batch_rollouts=all_rollouts), config)
-            batch = compute_advantages(learner.add_logprobs(state, batch)[1], config.objective)
-            (minibatch,) = split_minibatches(batch, config, number, epoch=0)
-            state, update = learner.update(state, minibatch, 0.0)
-            learner.metrics([update])
-            params = jax.block_until_ready(state.params)
+            batch = make_batch(replace(episodes, batch_rollouts=np.arange(len(episodes.texts))), config)
+            state = train_step.learn(config, learner, state, batch, number)
+            params = state.params
 
 
 def check_turns(episodes: Episodes, work: Work) -> int:

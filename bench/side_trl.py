@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as a side of bench/peers.py, and with an environment as one of bench/turns.py.
+"""TRL's GRPOTrainer as a side of bench/peers.py, of turns with an environment.
 
 Its best settings, as far as known: float32 as ours (on CPU), no gradient checkpointing, fused AdamW, micro-batches of
 8 rows, no KL, no logging, transformers' dynamic cache (the fastest on CPU), rewards by a function that costs nothing.

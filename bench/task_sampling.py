@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench.ab import compare, describe_origin
-from bench.common import ROOT, Figure, report, run_command
+from bench.common import ROOT, Figure, report, train
 from utils.evaluation.estimates import mean_over_runs
 from utils.metrics.curves import Curves, read_metrics
 
@@ -49,15 +49,6 @@ ARMS = {
     "bins, refill": {"max_resampling": 4, "task_sampling": "bins"},
 }
 SHORT = {"max_steps": 1, "groups_per_batch": 4, "group_size": 2, "ppo_minibatch": 0, "num_eval_tasks": 4}
-
-
-def train(folder: Path, options: Mapping[str, object]) -> Curves:
-    """Returns the metrics of a run, which is made unless its summary stands in its log."""
-    log = folder.with_suffix(".log")
-    if not (log.is_file() and "\nmodel: " in log.read_text()):
-        with log.open("a") as out:
-            run_command("core/grpo.py", {**options, "save_dir": folder}, out)
-    return read_metrics(folder / "metrics.jsonl")
 
 
 def describe_run(seed: int, name: str, run: Curves) -> list[Figure]:
@@ -100,14 +91,14 @@ def main() -> None:
     parser.add_argument("--json", default="", help="file for the figures; empty: not written")
     options = parser.parse_args()
     folder = options.dir.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     rollouts: dict[str, list[float]] = {name: [] for name in ARMS}
     scores: dict[str, list[float]] = {name: [] for name in ARMS}
     rows, folders = [], []
     for seed in range(options.seeds):
         for name, own in ARMS.items():
             folders.append(folder / f"{name.replace(', ', '_')}_{seed}")
-            run = train(folders[-1], PLAYED | own | {"seed": seed} | (SHORT if options.short else {}))
+            train(folders[-1], PLAYED | own | {"seed": seed} | (SHORT if options.short else {}))
+            run = read_metrics(folders[-1] / "metrics.jsonl")
             rollouts[name].append(float(run[ROLLOUTS][1][-1]))
             scores[name].append(score_at(run, NUM_ROLLOUTS))
             rows.append(describe_run(seed, name, run))

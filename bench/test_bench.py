@@ -36,29 +36,23 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "ab": f"--dir FOLDER --seeds 3 --a= --b=--lr=1e-3 --config configs/demo.py {TINY_RUN} --num_eval_tasks 4",
     "agents": "--env countdown --model_dir models/tiny --groups 2 --samples 2 --slots 4 --tokens 16",
     "bitwise": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --dtypes float32 --rows 64 --num_generation_tokens 8",
-    "clients": "rewards",
-    "compile": "--models tiny --rows 4 --columns 32",
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
-    "credit": "--dir FOLDER --seed 0 --steps 0 --problems 2 --groups 8 --group_size 4",
     "device_checks": "--shape tiny --layers 1 --vocabulary 512",
     "distill": "--dir FOLDER --short --seeds 0",
     "endpoint": "",
     "families": "--num_models 1",
     "forgetting": "--dir FOLDER --short",
+    "gyms": "",
     "greedy": "FOLDER/samples.jsonl --limit 8",
-    "grpo_step": f"{SHAPE} {ROWS}",
     "minimal_compiled": "",
     "minutes": "FOLDER/run",
     "objectives": "--dir FOLDER --short",
-    "paged_attention": "--rows 8 --repeats 1",
-    "peers": f"--peers= --warmup 1 {SHAPE} {ROWS}",
+    "peers": f"--work rollout,update,step,turns,turns_step --turns 2 --peers= --warmup 1 {SHAPE} {ROWS}",
     "quarter_hour": "run FOLDER/run",
     "rewards_of_others": "",
-    "rollout": f"{SHAPE} {ROWS}",
     "roofline": f"{SHAPE} {ROWS} --slots 4,2 --pages -1,8 --kernels 1",
     "rows": "--model_dir models/tiny",
     "scaling": "--devices 1 --tokens 64 --rows 1",
-    "scoring": f"--data_dir {ROOT.parent}/shared/data --workers 1 --seconds 0.1",
     "serving": "--conversations 2 --tokens 8 --repeats 1",
     "side": "lmpo VARIANT",
     "startup": "--repeats 1",
@@ -68,14 +62,13 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "trl_grpo": "FOLDER/run",
     "trl_losses": "",
     "trl_sft": "",
-    "turns": "--peers= --turns 1 --step_turns= --group_size 2 --num_generation_tokens 4 --repeats 1 --shape tiny",
 }
 NEEDS = {  # packages that are not installed for tests
-    "clients": ("trl",),
     "compiled": ("libtpu",),
     "endpoint": ("openai", "smolagents", "minisweagent"),
     "families": ("torch",),
     "greedy": ("torch",),
+    "gyms": ("gem", "textarena", "gymnasium", "skyrl_gym", "openenv"),
     "minimal_compiled": ("jax_plugins",),
     "trl_grpo": ("torch", "trl", "peft"),
     "trl_losses": ("torch", "trl"),
@@ -85,14 +78,8 @@ NEEDS = {  # packages that are not installed for tests
 
 
 def test_every_command_prints_its_help():
-    files = list(map(str, COMMANDS))
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    found = json.loads(done.stdout)
+    command = [sys.executable, "-c", HELP, *map(str, COMMANDS)]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
     absent = ("PyTorch", "torch", "TRL")
     for file, (code, text) in found.items():
         needs_more = any(word in f"{code}{text}" for word in absent) and Path(file).stem in NEEDS
@@ -110,7 +97,7 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             pytest.skip(f"needs {package}, which is not installed for tests")
-    if name in ("scoring", "templates") and not (ROOT.parent / "shared").is_dir():
+    if name == "templates" and not (ROOT.parent / "shared").is_dir():
         pytest.skip("needs the files of ../shared")
     if name == "side":
         pytest.skip("is started by peers")
@@ -120,14 +107,8 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
     options = SMALLEST[name].replace("FOLDER", str(tmp_path)).split()
     if name == "templates":
         options = [option.replace("TRL", str(Path(find_spec("trl").origin).parent)) for option in options]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, f"bench/{name}.py", *options]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "|" in done.stdout or name in ("scoring", "startup"), done.stdout
+    assert "|" in done.stdout or name == "startup", done.stdout

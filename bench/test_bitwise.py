@@ -33,15 +33,6 @@ def test_the_trainer_is_a_plain_forward_pass_over_whole_rows(sampled):
         assert not np.array_equal(found, plain), "another order of sums"
 
 
-def test_completions_do_not_depend_on_the_rows_of_a_call(sampled):
-    sampler, params, prompts, completions = sampled
-    weights = sampler.load_weights(params)
-    for num_rows in (4, 8):
-        found = sample(sampler, weights, prompts, 8, num_rows)
-        np.testing.assert_array_equal(found.tokens, completions.tokens)
-        np.testing.assert_allclose(found.logprobs, completions.logprobs, atol=3e-5)
-
-
 def test_another_sampler_is_seen(sampled):
     sampler, params, prompts, completions = sampled
     found = trainer_logprobs(sampler, params, completions, 16)

@@ -1,12 +1,10 @@
-"""Update: seconds of old log-probabilities, loss, gradient and one optimizer step; its memory against a naive one's.
+"""Update: seconds of old log-probabilities, loss, gradient and one optimizer step.
 
     python bench/train_step.py                               # 64 rows of 64 + 128 tokens
     python bench/train_step.py --lora_rank 8                 # adapters and all parameters in turn, and their ratio
-    python bench/train_step.py --shape small_vocab --memory  # compiles only, so that any shape will do anywhere
     python bench/train_step.py --shape Qwen3-0.6B --groups_per_batch 2 --prompt_tokens 512 --num_generation_tokens 512
 
-Further options are those of training (core/grpo.py --help). The naive step makes the logits [B, T, V] of all rows at
-once with the same model; memory is what the compiler says that the step needs, parameters and gradients included.
+Further options are those of training (core/grpo.py --help). bench/compiled.py has the memory of an update.
 """
 
 import sys
@@ -19,31 +17,25 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
-from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
+from bench.common import BenchConfig, environment, make_prompts, report, rounds_of, shape, spread
 from core.advantages import compute_advantages
 from core.config import Config
-from core.learner import Learner, accumulate, make_learner, split_minibatches
-from core.objectives import LossConfig, policy_loss
-from core.records import Batch
+from core.learner import Learner, make_learner, split_minibatches
+from core.records import Batch, Completions
 from core.sampler import SamplingConfig, decode_weights
-from models.architecture import Decoder
+from models.architecture import Decoder, is_spec
 from models.checkpoint import default_dtype, lay_out_adapters, load_model
-from models.decoder import init_params, logits
-from models.distribution import Distribution, softmax_outputs
+from models.decoder import init_params
 from models.lora import init_adapters
-from models.names import Adapters, Array, Params
-from models.optimizers import make_optimizer
+from models.names import Adapters, Params
+from models.state import TrainState
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse, with_options
 from utils.settings.groups import UpdateConfig
 from utils.settings.options import group, option
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -79,42 +71,29 @@ class BenchTraining(Config):
         return self.sampling.num_generation_tokens
 
 
-@dataclass(frozen=True)
-class MeasureConfig:
-    """Update."""
-
-    memory: bool = option(False, "Memory of the compiled step, instead of its time")
-
-
-@dataclass(frozen=True)
-class Command(BenchTraining):
-    """Update."""
-
-    measure: MeasureConfig = group(MeasureConfig)
-
-
 def load_training(config: BenchTraining, layout: Layout) -> tuple[Decoder, Params]:
-    """Returns the model to measure, and its parameters."""
-    return load(config.model_dir, config.bench.shape, layout, **config.compute.arguments)
+    """Returns the model to measure, and its parameters: of a folder, or random ones of a named shape."""
+    arguments = config.compute.arguments
+    if config.model_dir:
+        return load_model(config.model_dir, layout, **arguments)[:2]
+    arguments |= {"dtype": config.compute.dtype or default_dtype(), "mesh": layout.mesh}
+    model = shape(config.bench.shape, **arguments)
+    table = model.parameter_table()
+    shardings = jax.tree.map(lambda spec: layout.sharding(*spec), table, is_leaf=is_spec)
+    init = jax.jit(init_params, static_argnums=0, out_shardings=shardings)
+    return model, init(model, jax.random.key(0))
 
 
-def make_batch(
-    rows: Sequence[list[int]],
-    num_prompt_tokens: int,
-    group_size: int,
-    rewards: Float[np.ndarray, "B"] | None = None,
-) -> Batch:
-    """Returns rollouts of equal length; rewards rise within each group if none are given."""
+def make_batch(rows: Sequence[list[int]], num_prompt_tokens: int, group_size: int) -> Batch:
+    """Returns rollouts of equal length, whose rewards rise within each group."""
     tokens = np.array(rows, np.int32)
     num_rows, length = tokens.shape
     is_completion = np.arange(length) >= num_prompt_tokens
-    if rewards is None:
-        rewards = np.arange(num_rows) % group_size / group_size
     return Batch(
         tokens=tokens,
         mask=np.tile(is_completion, (num_rows, 1)),
         sample_logprobs=np.zeros(tokens.shape, np.float32),
-        rewards=np.float32(rewards),
+        rewards=np.float32(np.arange(num_rows) % group_size / group_size),
         lengths=np.full(num_rows, length),
         prompt_lengths=np.full(num_rows, num_prompt_tokens),
         finished=np.ones(num_rows, bool),
@@ -122,13 +101,43 @@ def make_batch(
     )
 
 
+def batch_of(completions: Completions, group_size: int) -> Batch:
+    """Returns all rows, to learn from; the reward of a row is its share of even token ids."""
+    mask = completions.mask
+    is_even = (completions.tokens % 2 == 0) & mask
+    return Batch(
+        completions.tokens,
+        mask,
+        completions.logprobs,
+        np.float32(is_even.sum(axis=1) / mask.sum(axis=1)),
+        completions.lengths,
+        completions.prompt_lengths,
+        completions.finished,
+        completions.support,
+        completions.routes,
+        group_size=group_size,
+    )
+
+
+def learn(
+    config: Config, learner: Learner, state: TrainState, batch: Batch, number: int, with_old: bool = False
+) -> TrainState:
+    """Makes step `number`, of one update; with_old: with old log-probabilities, as a step of several updates."""
+    _, prepared = learner.add_logprobs(state, batch)
+    if with_old:
+        old = learner.compute_outputs(learner.policy(state.params), batch)
+        prepared = replace(prepared, old_logprobs=old.logprobs)
+    prepared = compute_advantages(prepared, config.objective)
+    (minibatch,) = split_minibatches(prepared, config, number, epoch=0)
+    state, made = learner.update(state, minibatch, 0.0)
+    learner.metrics([made])
+    return jax.block_until_ready(state)
+
+
 def make_update(
     config: BenchTraining, model: Decoder, params: Params, layout: Layout, batch: Batch, with_old: bool = False
 ) -> Callable[[], Params | Adapters]:
-    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters.
-
-    with_old: it computes old log-probabilities first, as a step with several updates does.
-    """
+    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters."""
     base = None
     if config.lora.lora_rank:
         base = decode_weights(model, layout, params, model.layer_numbers)
@@ -138,22 +147,15 @@ def make_update(
 
     def update() -> Params | Adapters:
         nonlocal state
-        _, prepared = learner.add_logprobs(state, batch)
-        if with_old:
-            old = learner.compute_outputs(learner.policy(state.params), batch)
-            prepared = replace(prepared, old_logprobs=old.logprobs)
-        prepared = compute_advantages(prepared, config.objective)
-        (minibatch,) = split_minibatches(prepared, config, step=1, epoch=0)
-        state, made = learner.update(state, minibatch, 0.0)
-        learner.metrics([made])
+        state = learn(config, learner, state, batch, 1, with_old)
         return state.params
 
     return update
 
 
-def random_batch(config: BenchTraining, vocabulary: int, factor: int = 1) -> Batch:
-    """Returns random prompts with random completions; `factor`: of the number of prompts."""
-    num_groups = factor * config.update.groups_per_batch
+def random_batch(config: BenchTraining, vocabulary: int) -> Batch:
+    """Returns random prompts with random completions."""
+    num_groups = config.update.groups_per_batch
     group_size = config.update.group_size
     prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
     completions = make_prompts(vocabulary, num_groups * group_size, config.num_generation_tokens)
@@ -167,73 +169,8 @@ def timed_update(config: BenchTraining, layout: Layout, with_old: bool) -> Calla
     return make_update(config, model, params, layout, random_batch(config, model.vocab_size), with_old)
 
 
-def naive_accumulate(
-    model: Decoder, objective: LossConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
-) -> tuple[Params, dict[str, Array]]:
-    """Computes what `accumulate` does, from the logits [B, T, V]."""
-
-    def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
-        scaled = logits(model, params, batch.tokens)[:, :-1] / distribution.temperature
-        targets = batch.tokens[:, 1:]
-        first_column = ((0, 0), (1, 0))
-        outputs = jax.tree.map(lambda x: jnp.pad(x, first_column), softmax_outputs(scaled, targets))
-        return policy_loss(outputs, batch, objective)
-
-    (_, metrics), new = jax.value_and_grad(loss_of, has_aux=True)(params)
-    return jax.tree.map(jnp.add, grads, new), metrics
-
-
-def gigabytes(compiled: jax.stages.Compiled) -> float:
-    """Returns what a compiled function needs at once, its arguments included."""
-    sizes = compiled.memory_analysis()
-    num_bytes = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-    return (num_bytes - sizes.alias_size_in_bytes) / GB
-
-
-def memory_table(config: Command, model: Decoder, layout: Layout) -> list[tuple[Figure, ...]]:
-    """Returns rows of a table: rows x tokens, our memory, the naive step's, their ratio, and the size of the logits."""
-    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-    # Nothing is allocated that --remat auto could go by: the most careful choice is taken.
-    remat = config.memory.remat
-    model = replace(model, remat="full" if remat == "auto" else remat)
-    optimizer = make_optimizer(config.optimizer)
-    num_tokens = config.memory.tokens_per_microbatch or 8192
-    learner = Learner(model, optimizer, layout, config, config.num_generation_tokens, num_tokens)
-    naive = jax.jit(naive_accumulate, static_argnums=(0, 2), donate_argnums=4)
-    settings = model, config.objective.loss, config.sampling.distribution
-    sums = params, np.float32(0)
-    table = []
-    for factor in (1, 2, 4):
-        batch = random_batch(config, model.vocab_size, factor)
-        zeros = np.zeros(batch.tokens.shape, np.float32)
-        batch = replace(batch, advantages=zeros, denominator=zeros[:, 0], num_tokens=zeros[:, 0])
-        _, microbatch, packing = next(learner.chains(batch, learner.shapes)[0])
-        step = gigabytes(accumulate.lower(*settings, params, sums, microbatch, packing).compile())
-        naive_step = gigabytes(naive.lower(*settings, params, params, batch).compile())
-        B, T = batch.tokens.shape
-        logits_size = 4 * B * T * model.vocab_size / GB
-        table.append((f"{B} x {T}", step, naive_step, step / naive_step, logits_size))
-    return table
-
-
-def report_memory(config: Command, layout: Layout) -> None:
-    """Prints the memory of the compiled step; no parameters of a named shape are made."""
-    arguments = config.compute.arguments
-    if config.model_dir:
-        model, _, _ = load_model(config.model_dir, layout, **arguments)
-    else:
-        model = shape(config.bench.shape, **arguments | {"dtype": config.compute.dtype or "float32"})
-    columns = ("rows x tokens", "step, GB", "naive step, GB", "ratio", "logits [B, T, V], GB")
-    table = memory_table(config, model, layout)
-    title = f"Memory of the update, {config.model_name}, {model.dtype}"
-    report(title, columns, table, environment(), config.bench.json)
-
-
-def main(config: Command) -> None:
+def main(config: BenchTraining) -> None:
     layout = make_layout(config.devices)
-    if config.measure.memory:
-        report_memory(config, layout)
-        return
     variants = {"all parameters": with_options(config, lora_rank=0)}
     if config.lora.lora_rank:
         variants[f"adapters of rank {config.lora.lora_rank}"] = config
@@ -253,4 +190,4 @@ def main(config: Command) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__))
+    main(parse(BenchTraining, sys.argv[1:], __doc__))

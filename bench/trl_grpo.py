@@ -121,7 +121,7 @@ def read_rows(file: Path) -> list[dict]:
 def main(options: argparse.Namespace) -> None:
     """Prints the seconds of a step of each, and their ratio."""
     settings = json.loads((options.run / "config.json").read_text())
-    settings = {name: value for name, value in settings.items() if name not in ("run", "also_eval")}
+    settings = {name: value for name, value in settings.items() if name != "run"}
     settings |= {"test_env_name": "", "save_interval": 0, "save_rollouts": "all", "max_steps": options.steps + 1}
     with tempfile.TemporaryDirectory() as name:
         steps, rows = train_ours(settings, Path(name))

@@ -69,10 +69,9 @@ def main(config: Config, run_class: type[Run] = Run, rollouts_class: "type[Rollo
     run = run_class(config, layout, environments)  # locks its folder, and checks what it resumes, before models
     # With --lora_rank, `base` is the frozen model, `params` are adapters (models/lora.py): updates change these, and
     # `learner.policy` puts both together. Without a rank all is trained, and `base` is empty.
-    arguments = config.lora, config.seed, layout
-    model, base, params, tokenizer = load_policy(run.folder.model_dir, *arguments, **config.compute.arguments)
-    rollout_model = replace(model, mesh=rollout_layout.mesh)
-    workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.folder.path)
+    source = run.folder.model_dir, config.lora, config.seed, layout
+    model, base, params, tokenizer = load_policy(*source, **config.compute.arguments)
+    workers = make_workers(config, environments, model, tokenizer, rollout_layout, run.folder.path)
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.log.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
@@ -85,28 +84,20 @@ def main(config: Config, run_class: type[Run] = Run, rollouts_class: "type[Rollo
 
 
 def train(
-    config: Config,
-    run: Run,
-    workers: Workers,
-    rollouts: "Rollouts",
-    learner: Learner,
-    state: TrainState,
-    progress: Progress,
-) -> None:
+    config: Config, run: Run, workers: Workers, rollouts: "Rollouts", learner: Learner,
+    state: TrainState, progress: Progress) -> None:  # fmt: skip
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, evaluate = workers["env"], partial(evaluate_policy, config, run, workers, learner)
     progress = run.begin(progress, state, evaluate)
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
 
-        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from. A token is
-        # drawn from the softmax of logits / --temperature, or from its --top_k, --top_p or --min_p part.
+        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
             state, episodes, progress = rollouts.take(state, progress)  # by `collect`
 
-        # Old log-probabilities, of the distribution that was sampled from. Several updates divide by them, so they are
-        # computed again: those of the sampler differ by rounding, and are for metrics and --importance_correction. A
-        # single update divides by its own. Also the reference's (--kl_coef) and the critic's values (--advantage gae).
+        # Old log-probabilities, recomputed if several updates divide by them: those of the sampler differ by rounding.
+        # A single update divides by its own. Also those of the reference (--kl_coef), and the critic's values.
         with run.phase("logprobs"):
             state, batch = learner.add_logprobs(state, make_batch(episodes, config), episodes)
 
@@ -191,7 +182,7 @@ def collect(
     """
     step, cursor = progress.step + 1, progress.cursor
     key = make_key(config.seed, step)
-    chosen = bins.choose(progress) if bins else None
+    tasks_of_step, *_ = bins.choose(progress) if bins else (None,)
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, max_groups = config.update.groups_per_batch, config.update.max_groups
@@ -201,8 +192,8 @@ def collect(
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), max_groups - num_sampled_groups)
         positions = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
-        if chosen:  # --task_sampling bins
-            tasks = chosen.tasks[positions - progress.cursor]
+        if bins:  # --task_sampling bins
+            tasks = tasks_of_step[positions - progress.cursor]
         # Keys depend on the position in the run, since a task may occur twice in a step that begins a new epoch.
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns have no length reward.
@@ -221,7 +212,7 @@ def collect(
         # Tasks of groups that are not needed come again in the next step: a batch must not depend on the size of calls.
         cursor += num_groups if missing else int(groups[-1]) + 1
     episodes = replace(join_episodes(parts), batch_rollouts=np.concatenate(batch_rollouts))
-    return chosen.count(episodes, cursor) if chosen else episodes, cursor
+    return bins.count(episodes, progress, cursor) if bins else episodes, cursor
 
 
 def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
@@ -286,6 +277,7 @@ def make_workers(
     failures_dir: Path,
 ) -> dict[str, RolloutWorker]:
     """Returns a worker for each environment, by role."""
+    model = replace(model, mesh=layout.mesh)
     return {
         role: make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout, failures_dir)
         for role, settings in environments.items()

@@ -171,11 +171,10 @@ class Learner:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
 
         def fetch(microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenOutputs]]:
-            computed = []
-            for rows, *arrays in microbatches:
-                microbatch, packing = self.layout.put(arrays)
-                computed.append((rows, self.layout.fetch(self.microbatch_outputs(params, microbatch, packing))))
-            return computed
+            return [
+                (rows, self.layout.fetch(self.microbatch_outputs(params, *self.layout.put(arrays))))
+                for rows, *arrays in microbatches
+            ]
 
         by_name: dict[str, np.ndarray] = {}
         for rows, outputs in itertools.chain(*side_by_side(fetch, self.chains(batch, self.shapes_without_gradients))):
@@ -205,8 +204,7 @@ class Learner:
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
             grads, loss = reduce(add_sums, sums)
-            factor = np.float32(schedule(config.optimizer, fraction_done))
-            warmup_steps = config.optimizer.warmup_steps
+            factor, warmup_steps = np.float32(schedule(config.optimizer, fraction_done)), config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
             trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor)
             state = self.between_updates(replace(trained, extra=state.extra))
@@ -223,7 +221,8 @@ class Learner:
         self, params: Params | Adapters, microbatches: Iterator[PackedRows]
     ) -> tuple[Sums, list[MicrobatchMetrics]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
-        loss, sums, parts = self.config.objective.loss, self.zero_sums(params), []
+        loss, parts = self.config.objective.loss, []
+        sums = zeros_of(params, self.config.memory.grad_dtype or "float32"), self.layout.put(np.float32(0))
         for _, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
             sums, metrics = accumulate(
@@ -253,11 +252,6 @@ class Learner:
 
         num_chains = self.layout.num_chains(self.model.num_parameters)
         return [make_rows(plan[first::num_chains]) for first in range(num_chains)]
-
-    def zero_sums(self, params: Params | Adapters) -> Sums:
-        """Returns zeros, to which the gradients and losses of micro-batches are added."""
-        grads = zeros_of(params, self.config.memory.grad_dtype or "float32")
-        return grads, self.layout.put(np.float32(0))
 
     def planned(self, state: TrainState, beside: PyTree = None) -> Self:
         """Returns a learner whose micro-batches fit into memory, next to this state and other arrays."""

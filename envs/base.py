@@ -63,16 +63,15 @@ class Text(str):
 
 
 class Trial(str):
-    """A reply that gives a reference in a form, to try a grader, which must read both: equal texts prove nothing."""
+    """A reply that gives a reference, to try a grader, which must read both: equal texts prove nothing."""
 
-    form: str = ""
     reference: str = ""
     shown: str = ""  # how the reply gives it, one of WRITTEN in envs/data/questions.py
 
     @classmethod
-    def of(cls, text: str, form: str, reference: str, shown: str) -> Self:
+    def of(cls, text: str, reference: str, shown: str) -> Self:
         new = cls(text)
-        new.form, new.reference, new.shown = form, reference, shown
+        new.reference, new.shown = reference, shown
         return new
 
 
@@ -242,8 +241,8 @@ class Env:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; by default the reference."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
-    def trials(self, problem: Problem, form: str) -> list[Trial]:
-        """Returns a reply in this form for each reference that replies are compared with; may be empty."""
+    def trials(self, problem: Problem) -> list[Trial]:
+        """Returns replies that give the references that replies are compared with; may be empty."""
         return []
 
 
@@ -259,5 +258,14 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
         raise UserError(f"{option}={value}: choose one of {', '.join(choices)}")
 
 
-# What an environment that changes another takes over from it; its own methods stand in its class.
-FOLLOWED = (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row", "bins")
+class Changed(Env):
+    """An environment that has from another one what its class does not define."""
+
+    def __init__(self, env: Env):
+        self.env = env
+        methods = ("problem", "episode", "close", "answer", "examples", "trials", "reward_row", "bins")
+        for name in {*Env.__annotations__, *methods} - vars(type(self)).keys():
+            setattr(self, name, getattr(env, name))
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return self.score_group(problem, [text])[0]

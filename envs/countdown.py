@@ -253,9 +253,8 @@ def share_right_arithmetic(text: str) -> tuple[int, int]:
     They separate an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
     """
     steps = STEP.findall(text[:MAX_STEPS_TEXT])
-    return sum(_is_right(int(a), op, int(b), int(c)) for a, op, b, c in steps), len(steps)
-
-
-def _is_right(a: int, op: str, b: int, c: int) -> bool:
-    results = {"+": a + b, "-": a - b, "−": a - b, "*": a * b, "×": a * b}
-    return results[op] == c if op in results else b != 0 and a == b * c
+    num_right = 0
+    for a, op, b, c in ((int(a), op, int(b), int(c)) for a, op, b, c in steps):
+        results = {"+": a + b, "-": a - b, "−": a - b, "*": a * b, "×": a * b}
+        num_right += results[op] == c if op in results else b != 0 and a == b * c
+    return num_right, len(steps)

@@ -15,7 +15,7 @@ SUBJECTS = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Poem(Env):
     """Reward 1 for each character, up to `max_characters` if that is set. Every fifth subject is for the test split.
 
-    `subjects_file`: a text file with one subject a line, instead of imagenet_labels.txt.
+    `subjects_file`: a text file with one subject a line, or a comment (#), instead of imagenet_labels.txt.
     """
 
     tokens_per_action = 128
@@ -26,7 +26,11 @@ class Poem(Env):
         if max_characters < 0:
             raise UserError("Poem needs max_characters >= 0: raise it, or give 0 for no maximum")
         path = Path(os.path.expanduser(subjects_file)) if subjects_file else SUBJECTS
-        subjects = read_subjects(path)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = [line.strip() for line in lines]
+        subjects = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+        if len(subjects) < 2:
+            raise UserError(f"Poem's subjects_file {path} has fewer than two subjects: write one on each line")
         self.max_characters = max_characters
         self.subjects = [subject for i, subject in enumerate(subjects) if (i % 5 == 0) == (split == "test")]
         self.num_tasks = len(self.subjects)
@@ -44,22 +48,3 @@ class Poem(Env):
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return {"right": "la " * (self.max_characters // 3 + 1), "wrong": ""}
-
-
-def read_subjects(path: Path) -> list[str]:
-    """Returns the lines of a text file, without blank ones, repeats, and comments (#).
-
-    Raises: UserError for fewer than two, or no file.
-    """
-    if not path.is_file():
-        raise UserError(f"Poem's subjects_file {path} does not exist: name a text file with one subject a line")
-    text = path.read_text(encoding="utf-8")
-    lines = [line.strip() for line in text.splitlines()]
-    subjects = [line for line in lines if line and not line.startswith("#")]
-    subjects = list(dict.fromkeys(subjects))
-    if len(subjects) < 2:
-        raise UserError(
-            f"Poem's subjects_file {path} has fewer than two subjects: write at least one to train on and one to test "
-            "on"
-        )
-    return subjects

@@ -95,7 +95,7 @@ class TokenBound:
 
     def __init__(self, encode: Encode):
         self.encode = encode
-        self.word_tokens = WordTokens(encode)
+        self.words: dict[str, int] = {}  # tokens of a word with the space before it; 0: seen once
         self.template_tokens: dict[tuple[tuple[str, ...], bool, bool], int] = {}  # by roles, thinking and plain
 
     def __call__(self, problem: Problem) -> float:
@@ -106,32 +106,17 @@ class TokenBound:
         style = (roles, problem.thinking, problem.plain)
         if style not in self.template_tokens:
             messages = [{"role": role, "content": "x"} for role in roles]
-            template = replace(problem, messages=messages, prefix="")
-            self.template_tokens[style] = len(self.encode(template))
+            self.template_tokens[style] = len(self.encode(replace(problem, messages=messages, prefix="")))
         num_tokens = self.template_tokens[style] + len(problem.prefix.encode())
         for message in problem.messages:
             first_word, *words = message["content"].split(" ")
-            num_tokens += len(first_word.encode())
-            num_tokens += sum(map(self.word_tokens.__getitem__, words))
+            num_tokens += len(first_word.encode()) + sum(self.words.get(word) or self.measure(word) for word in words)
         return num_tokens
 
-
-class WordTokens(dict[str, int]):
-    """An upper bound on the tokens of each word, with the space before it.
-
-    A word that is seen for the first time counts by its bytes, since most words of a data set occur in it once.
-    """
-
-    def __init__(self, encode: Encode):
-        super().__init__()
-        self.encode = encode
-        self.seen: set[str] = set()
-
-    def __missing__(self, word: str) -> int:
-        if word not in self.seen:
-            self.seen.add(word)
+    def measure(self, word: str) -> int:
+        """Returns the bytes of a word when it is first seen, as most words are once; then its tokens."""
+        if word not in self.words:
+            self.words[word] = 0
             return len(word.encode()) + 1
-        message = {"role": "user", "content": " " + word}
-        problem = Problem([message], plain=True)
-        self[word] = len(self.encode(problem))
-        return self[word]
+        self.words[word] = len(self.encode(Problem([{"role": "user", "content": " " + word}], plain=True)))
+        return self.words[word]

@@ -2,22 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from envs.base import FOLLOWED, Env, Problem
+from envs.base import Changed, Env, Problem
 
 
-class Regraded(Env):
+class Regraded(Changed):
     """An environment of one turn whose replies are graded by others too, which have the same problems.
 
     `others`: by label. Their rewards stand behind the environment's own, as "LABEL/return" and "LABEL/correct_answer".
     """
 
     def __init__(self, env: Env, others: Mapping[str, Env]):
-        for name in (*FOLLOWED, "problem"):
-            setattr(self, name, getattr(env, name))
-        self.env, self.others = env, others
-
-    def score(self, problem: Problem, text: str) -> dict[str, float]:
-        return self.score_group(problem, [text])[0]
+        super().__init__(env)
+        self.others = others
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
         rewards = self.env.score_group(problem, texts)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.base import FOLLOWED, Env, Problem, check_choice
+from envs.base import Changed, Env, Problem, check_choice
 from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
@@ -32,13 +32,11 @@ class Style:
             raise UserError(f"system={self.system} names no file: correct the path")
 
 
-class Styled(Env):
+class Styled(Changed):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        for name in FOLLOWED:
-            setattr(self, name, getattr(env, name))
-        self.env = env
+        super().__init__(env)
         self.style = style
         self.system = style.system
         if style.system.startswith("@"):
@@ -59,15 +57,11 @@ class Styled(Env):
             plain=style.plain or problem.plain,
         )
 
-    def score(self, problem: Problem, text: str) -> dict[str, float]:
-        return self.styled(self.env.score(problem, text), text)
-
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
-        return list(map(self.styled, self.env.score_group(problem, texts), texts))
-
-    def styled(self, scores: dict[str, float], text: str) -> dict[str, float]:
-        """Returns the rewards of a completion with the reward for its form."""
+        graded = self.env.score_group(problem, texts)
         if not self.style.format_reward:
-            return scores
-        form = FORMAT_REWARDS[self.style.format_reward](text)
-        return scores | {"return": scores["return"] + self.style.format_weight * form, "format": form}
+            return graded
+        forms = map(FORMAT_REWARDS[self.style.format_reward], texts)
+        added = [{"return": self.style.format_weight * form, "format": form} for form in forms]
+        pairs = zip(graded, added, strict=True)
+        return [scores | own | {"return": scores["return"] + own["return"]} for scores, own in pairs]

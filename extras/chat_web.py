@@ -14,19 +14,19 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-import asyncio
 import base64
 import contextlib
 import hashlib
 import json
 import re
-import threading
+import socket
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -37,7 +37,6 @@ from envs.base import Env
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig, code_settings
 from models.messages import Message
-from recipes.agents.server import JSON, BadRequest, Caller, Response, Server, StreamingResponse
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.terminal import lowered_program
 from utils.settings.config import parse
@@ -49,12 +48,8 @@ PAGE = Path(__file__).with_name("chat_web.html")
 ROLES = ("user", "assistant")
 MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second
 NUM_EXAMPLES = 6  # held-out problems on the page
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
-SendLine = Callable[[str, str | bool | None], None]  # sends an object of a line; raises when the page has gone
+MAX_BYTES = 10**7  # of a request
+SLOW = 10.0  # seconds in which a page must send a request, or take a text
 
 
 @dataclass(frozen=True)
@@ -114,84 +109,114 @@ class PageModel(Protocol):
     def grade(self, messages: list[Message], reply: str) -> bool | None: ...
 
 
-class ChatServer(Server):
+class ChatServer(ThreadingHTTPServer):
     """Serves the page and the replies of models; they are computed one at a time."""
+
+    daemon_threads = True
 
     def __init__(self, models: Sequence[PageModel], port: int, examples: Sequence[str] = ()):
         self.models, self.examples = models, examples
         self.lock = Lock()  # of the model that replies
         self.is_ending = False
-        super().__init__({"GET /": self.page, "POST /reply": self.reply}, port=port)
+        super().__init__(("127.0.0.1", port), Handler)
 
-    async def page(self, _: JSON, caller: Caller) -> Response:
-        """Returns the page, with a policy under which its own script alone runs."""
+    def handle_error(self, *args: object) -> None:
+        """Prints the traceback of an error, unless it is of a connection, which a page may end at any time."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*args)
+
+    @property
+    def hosts(self) -> set[str]:
+        """Host names of the page; a request by another name comes from a site that points to this machine."""
+        return {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    @cached_property
+    def page(self) -> tuple[str, str]:
+        """The page, and a policy under which its own script alone runs."""
         models = [{"name": model.name, "hasOneTurn": model.has_one_turn} for model in self.models]
         data = json.dumps({"models": models, "examples": list(self.examples)}).replace("<", "\\u003c")
         text = PAGE.read_text(encoding="utf-8").replace("{{data}}", data)
         script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
-        policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        return Response(text, media_type="text/html", headers=HEADERS | {"Content-Security-Policy": policy})
+        return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
-    async def reply(self, body: JSON, caller: Caller) -> Response:
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request."""
+
+    server: ChatServer
+    timeout = SLOW
+
+    def do_GET(self) -> None:
+        if self.headers["Host"] not in self.server.hosts or self.path != "/":
+            return self.send_error(404)
+        text, policy = self.server.page
+        self.begin("text/html; charset=utf-8", policy)
+        self.wfile.write(text.encode())
+
+    def do_POST(self) -> None:
         """Streams a reply, an object on each line: what is compiled, the text as it grows, and if it is right."""
-        if not caller.is_page:
-            raise BadRequest("only the page is answered")
+        is_page = self.headers["Origin"] in {f"http://{host}" for host in self.server.hosts}
+        if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
+            return self.send_error(400)
         try:
-            model, messages, temperature = read_request(body, self.models)
+            size = int(self.headers["Content-Length"] or 0)
+            if not 0 <= size <= MAX_BYTES:
+                raise ValueError(f"a request has at most {MAX_BYTES:,} bytes")
+            model, messages, temperature = read_request(json.loads(self.rfile.read(size)), self.server.models)
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise BadRequest(on_one_line(str(error))) from error
-        lines = self.lines(model, messages, temperature, caller)
-        return StreamingResponse(lines, media_type="text/plain; charset=utf-8", headers=HEADERS)
-
-    async def lines(
-        self, model: PageModel, messages: list[Message], temperature: str, caller: Caller
-    ) -> AsyncIterator[str]:
-        """Yields the lines of a reply, which is computed in a thread; it ends when the page has gone."""
-        lines, gone = asyncio.Queue(), threading.Event()
-
-        def send(kind: str, text: str | bool | None) -> None:
-            if gone.is_set() or self.is_ending:
-                raise ConnectionAbortedError
-            self.loop.call_soon_threadsafe(lines.put_nowait, json.dumps({kind: text}) + "\n")
-
-        def has_gone() -> bool:
-            asked = asyncio.run_coroutine_threadsafe(caller.has_gone(), self.loop)
-            return self.is_ending or gone.is_set() or asked.result(1)
-
-        work = self.loop.run_in_executor(None, self.compute, model, messages, temperature, send, has_gone)
-        work.add_done_callback(lambda _: lines.put_nowait(""))
-        try:
-            while line := await lines.get():
-                yield line
-        finally:
-            gone.set()
-
-    def compute(
-        self, model: PageModel, messages: list[Message], temperature: str, send: SendLine, has_gone: Callable[[], bool]
-    ) -> None:
-        """Computes a reply when no other is computed; an error is sent, and printed if it is a fault of ours."""
+            return self.send_error(400, explain=on_one_line(str(error)))
+        self.begin("text/plain; charset=utf-8")
         num_chars = sum(len(message["content"]) for message in messages)
-        with contextlib.suppress(ConnectionAbortedError):
-            if num_chars > MAX_CHARS:
-                return send("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
-            with self.lock:
-                if has_gone():
-                    return  # stopped while another model replied: this reply is not read
-                try:
-                    model.change("temperature", temperature)
-                    with telling_compilations(partial(send, "compiling")):
-                        text = model.reply(messages, partial(send, "text"))
-                    send("text", text)
-                    send("right", model.grade(messages, text))
-                except UserError as error:
-                    send("error", str(error))
-                except ConnectionAbortedError:
-                    raise
-                except Exception as error:
-                    traceback.print_exc()
-                    send("error", describe_error(error))
+        if num_chars > MAX_CHARS:
+            return self.send_line("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
+        with self.server.lock:
+            if self.server.is_ending or self.page_has_gone():
+                return  # stopped while another model replied: this reply is not read
+            try:
+                model.change("temperature", temperature)
+                with telling_compilations(partial(self.send_line, "compiling")):
+                    text = model.reply(messages, partial(self.send_line, "text"))
+                self.send_line("text", text)
+                self.send_line("right", model.grade(messages, text))
+            except UserError as error:
+                self.send_line("error", str(error))
+            except OSError:
+                self.close_connection = True  # the page has stopped the reply
+            except Exception as error:
+                traceback.print_exc()
+                self.send_line("error", describe_error(error))
+
+    def page_has_gone(self) -> bool:
+        """Returns True when the page has closed the connection."""
+        self.connection.settimeout(0)
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False  # open, and nothing more to read
+        except OSError:
+            return True
+        finally:
+            self.connection.settimeout(self.timeout)
+
+    def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
+        """Sends the head of an answer, whose end is that of the connection."""
+        self.send_response(200)
+        headers = {"Content-Type": kind, "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        for name, value in (headers | {"Cache-Control": "no-store"}).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_line(self, kind: str, text: str | bool | None) -> None:
+        """Sends one object of a line. Raises: OSError when the page has gone or takes nothing, or the server ends."""
+        if self.server.is_ending:
+            raise ConnectionAbortedError
+        self.wfile.write(json.dumps({kind: text}).encode() + b"\n")
+        self.wfile.flush()
+
+    def log_message(self, *_) -> None:
+        """Prints nothing: the page shows what happens."""
 
 
 @contextlib.contextmanager
@@ -210,7 +235,7 @@ def telling_compilations(tell: ShowText) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(on_compilation)
 
 
-def read_request(request: JSON, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
+def read_request(request: Any, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
     """Returns the model, the conversation and the temperature of a request. Raises: ValueError, KeyError, TypeError."""
     messages = []
     for message in request["messages"]:
@@ -225,10 +250,14 @@ def read_request(request: JSON, models: Sequence[PageModel]) -> tuple[PageModel,
 
 def serve(models: Sequence[PageModel], port: int, examples: Sequence[str] = ()) -> None:
     """Serves the page, with examples to click, until Ctrl-C. Raises: UserError if the port is taken."""
-    with ChatServer(models, port, examples) as server:
-        print(f"{server.url} (Ctrl-C ends)", flush=True)
+    try:
+        server = ChatServer(models, port, examples)
+    except OSError as error:
+        raise UserError(f"port {port} cannot be opened ({error.strerror}): choose another --port") from error
+    print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
+    with server:
         try:
-            threading.Event().wait()
+            server.serve_forever()
         except KeyboardInterrupt:
             server.is_ending = True
             with server.lock:  # the segment that is being computed ends first: see Interrupts

@@ -57,9 +57,17 @@ def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
         for name in side:
             plot_curve(axes[name], run.get(name), color, label)
     for name, axis in axes.items():
-        metric = held_out if name == "main" else name
-        format_axis(axis, TITLES[metric])
-    format_main_axis(axes["main"], is_share(held_out))
+        axis.set_title(TITLES[held_out if name == "main" else name], loc="left", fontsize=11, fontweight="bold")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e5e7eb", lw=0.8)
+        axis.tick_params(labelsize=9, color="#9ca3af")
+        axis.set_axisbelow(True)
+    axes["main"].set_xlabel("step")
+    if is_share(held_out):
+        axes["main"].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    handles, _ = axes["main"].get_legend_handles_labels()
+    if 0 < len(handles) <= 2 * len(COLORS):
+        axes["main"].legend(loc="best", frameon=False, fontsize=9)
     with replacing(out_png) as file:
         figure.savefig(file, facecolor="white", format=Path(out_png).suffix.removeprefix(".") or None)
 
@@ -87,26 +95,6 @@ def plot_held_out(axis: "matplotlib.axes.Axes", run: Curves, name: str, color: s
     axis.errorbar(steps, values, heights, color=color, label=label, fmt="o:", ms=5, lw=1.5, capsize=3)
 
 
-def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
-    """Sets the title, the grid and the ticks of a panel."""
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#e5e7eb", lw=0.8)
-    axis.tick_params(labelsize=9, color="#9ca3af")
-    axis.set_axisbelow(True)
-
-
-def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
-    """Sets the labels and the legend of the large panel, which has none with more runs than colors."""
-    axis.set_xlabel("step")
-    if has_percents:
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    handles, _ = axis.get_legend_handles_labels()
-    most_entries = 2 * len(COLORS)
-    if 0 < len(handles) <= most_entries:
-        axis.legend(loc="best", frameon=False, fontsize=9)
-
-
 def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, color: str, label: str) -> None:
     """Draws a metric of each step: pale as it is, and strong as a running mean."""
     if series is None:
@@ -114,5 +102,3 @@ def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, color: str, 
     steps, values = series
     axis.plot(steps, values, color=color, alpha=0.25, lw=1)
     axis.plot(steps, running_mean(values), color=color, lw=1.6, label=label)
-
-

@@ -263,18 +263,14 @@ def make_member(
     rewards = replace(config.rewards, num_score_workers=config.rewards.num_score_workers or num_scorers)
     worker_config = replace(config, rewards=rewards)
     workers = make_workers(worker_config, environments, model, tokenizer, layout, run.folder.path)
-    workers = {role: share_sampler(worker, name, run.stop.signals, shared) for role, worker in workers.items()}
+    for role, worker in workers.items():
+        own = settings_of(worker.sampler) | {"member": name, "signals": run.stop.signals, "shared": shared}
+        workers[role] = replace(worker, sampler=MemberSampler(**own))
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.log.write_bad_batch, base)
     workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)
-
-
-def share_sampler(worker: RolloutWorker, name: str, signals: Signals, shared: SharedSampler) -> RolloutWorker:
-    """Returns a worker that samples together with the other members' workers."""
-    sampler = MemberSampler(**settings_of(worker.sampler), member=name, signals=signals, shared=shared)
-    return replace(worker, sampler=sampler)
 
 
 def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
@@ -313,7 +309,7 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptio
     if scores := format_runs(runs, groups):
         print(scores)
     plot_runs(runs, folder / "population.png")
-    write_report([member.run.folder.path for member in members], folder / "population.html", groups)
+    write_report([member.run.folder.path for member in members], folder / "population.html")
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
 
 
@@ -327,7 +323,10 @@ def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]])
         return ""
     titles, table = [f"{name} {when}" for when in ("before", "after") for name in names], {}
     for place in (0, -1):
-        rows = {run: scores_at(place, metrics) for run, metrics in runs.items()}
+        rows = {
+            run: {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
+            for run, metrics in runs.items()
+        }
         cells = {run: scores_of(row, names) for run, row in rows.items()}
         for group, members in groups.items() if len(runs) > len(groups) else ():
             few = " (too few seeds)" if len(members) == 2 else ""
@@ -337,11 +336,6 @@ def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]])
         for row, own in cells.items():
             table[row] = [*table.get(row, ()), *own]
     return align([["held-out, 95% intervals", *titles], *([row, *cells] for row, cells in table.items())])
-
-
-def scores_at(place: int, metrics: Curves) -> dict[str, float]:
-    """Returns the held-out scores at a place of their steps, by the name of the score."""
-    return {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from envs import make_env
 from envs.settings import EnvConfig
 from extras import chat_web as web
 from extras.chat_web import ChatServer, load_examples, serve, trained_settings
-from recipes.agents import server as http_server
 from tests.helpers import ROOT
 from tests.scripted import Scripted
 
@@ -38,13 +37,15 @@ def server():
     models = [Scripted({"hostile": hostile, "slow": slow}), Scripted({})]
     models[1].name, models[1].has_one_turn = "</script><b>trained", True
     with ChatServer(models, 0, ["3 7", "</script>{{data}}"]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
+        server.shutdown()
 
 
 def post(server, body, timeout=60, **headers):
     """Returns the status and the objects of an answer to a request for a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
-    origin = {"Host": f"localhost:{server.port}", "Origin": f"http://localhost:{server.port}"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=timeout)
+    origin = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
     connection.request("POST", "/reply", json.dumps(body), origin | headers)
     with closing(connection), closing(connection.getresponse()) as answer:
         lines = answer.read().splitlines() if answer.status == 200 else []
@@ -90,8 +91,8 @@ def test_reply_is_not_computed_if_stopped_while_it_waits(server):
 
 def send(server, text, length):
     """Begins a request for a reply and returns its connection; nothing of the answer is read."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    host = f"localhost:{server.port}"
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    host = f"localhost:{server.server_port}"
     head = f"POST /reply HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nContent-Length: {length}\r\n\r\n"
     connection.sendall(head.encode() + text)
     return connection
@@ -109,19 +110,21 @@ REQUEST = {
     [
         ("-1", b"400"),
         ("x", b"400"),
-        ("9", b"408"),
+        ("9", b""),
     ],
 )
 def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
     # The test does not wait for seconds.
-    monkeypatch.setattr(http_server, "SLOW", 0.3)
+    monkeypatch.setattr(web.Handler, "timeout", 0.3)
     with send(server, b"{", length) as connection:
         assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
     assert capsys.readouterr().err == ""
     assert server.models[0].seen == []
 
 
-def test_a_page_that_does_not_read_holds_nobody_up(server, capsys):
+def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
+    # The test does not wait for seconds.
+    monkeypatch.setattr(web.Handler, "timeout", 0.5)
     def flood(show):
         for size in range(100):
             show("x" * size * 10**5)
@@ -242,7 +245,7 @@ def test_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium
     def texts(selector):
         return [element.text for element in chromium.find_elements("css selector", selector)]
 
-    chromium.get(f"http://localhost:{server.port}/")
+    chromium.get(f"http://localhost:{server.server_port}/")
     assert texts("h2") == ["scripted", "</script><b>trained · trained on single replies: each message begins anew"]
     assert texts("#examples button") == ["3 7", "</script>{{data}}"]
     chromium.execute_script("document.querySelector('#examples button').click()")

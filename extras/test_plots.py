@@ -12,15 +12,10 @@ from extras.plots import plot_runs
 from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger
 
+SCORED = {"env/return": 1.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.1}
 
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {},
-        {"env/return": float("nan")},
-        {"env/return": 1.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.1},
-    ],
-)
+
+@pytest.mark.parametrize("metrics", [{}, {"env/return": float("nan")}, SCORED])
 def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     with Logger(tmp_path) as logger:
         for step in range(3):
@@ -54,10 +49,3 @@ def test_single_run_is_titled_and_held_out_scores_are_dotted(tmp_path, monkeypat
     assert legends[1] == ["a (training)", "b (training)", "a (held out)", "b (held out)"]
     styles = {line.get_linestyle() for line in figures[0].axes[0].lines if line.get_marker() == "o"}
     assert styles == {":"}
-
-
-@pytest.mark.filterwarnings("error")
-def test_many_runs_fit_into_one_picture(tmp_path):
-    steps = np.arange(3.0)
-    runs = {f"seed={seed}": {"test_env/return": (steps, steps), "env/return": (steps, steps)} for seed in range(45)}
-    plot_runs(runs, tmp_path / "population.png")

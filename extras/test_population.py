@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +15,14 @@ from scipy import stats
 
 from core import grpo
 from core.config import Config
-from core.records import Completions
 from core.rollout import RolloutWorker
-from core.sampler import Sampler, Segment
+from core.sampler import Sampler
 from extras import population
 from extras.members import MemberSampler, SharedSampler, join_members, with_members
 from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
-from models.names import LORA_B, Params
+from models.names import LORA_B
 from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments
@@ -71,70 +69,6 @@ def test_joined_adapters_equal_those_of_each_member(name: str):
     assert np.abs(alone[0] - alone[1]).max() > 1e-2, "adapters that do something"
 
 
-CALLS = {  # of each member: numbers of prompts and of samples
-    "a": [(3, 2), (1, 2)],
-    "b": [(4, 2), (2, 4), (3, 2)],
-    "c": [(1, 2)],
-}
-
-
-class Ends:
-    """Notes the rows that end in a call of a sampler."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_segment(self, segment: Segment) -> None:
-        new = [segment.first_row + row for row in segment.ended_rows()]
-        self.rows += [row for row in new if row not in self.rows]
-
-
-def draw_calls(sampler: Sampler, ends: Ends, name: str, weights: Params) -> list[Completions]:
-    """Returns the completions of all calls of a member; each row ends once."""
-    number = sorted(CALLS).index(name)
-    found = []
-    for count, samples in CALLS[name]:
-        ends.rows.clear()
-        prompts = [[5 + number, 6, 9 + i] for i in range(count)]
-        key = jax.random.key(number)
-        found.append(sampler.generate(weights, prompts, np.arange(count), samples, key))
-        assert sorted(ends.rows) == list(range(count * samples))
-    return found
-
-
-@pytest.mark.slow
-def test_requests_of_all_kinds_are_drawn_as_alone():
-    """Different numbers of prompts and samples, several calls of `rows_per_call`, a member that leaves early."""
-    model, weights = load_members()
-    names = sorted(CALLS)
-    shared = SharedSampler(names, rows_per_call=8)
-    sampler = Sampler(model, 40, (7,), segment=8)
-    settings = {name: getattr(sampler, name) for name in Sampler.__dataclass_fields__}
-
-    def take_part(name: str) -> list[Completions]:
-        ends = Ends()
-        own = {
-            "member": name,
-            "signals": Signals(),
-            "shared": shared,
-            "on_segment": ends.on_segment,
-        }
-        try:
-            return draw_calls(MemberSampler(**settings | own), ends, name, weights[names.index(name)])
-        finally:
-            shared.leave(name)
-
-    with ThreadPoolExecutor(3) as pool:
-        together = dict(zip(names, pool.map(take_part, names), strict=True))
-    for name, own in zip(names, weights, strict=True):
-        ends = Ends()
-        alone = draw_calls(replace(sampler, on_segment=ends.on_segment), ends, name, own)
-        for found, expected in zip(together[name], alone, strict=True):
-            for array in ("tokens", "mask", "lengths", "prompt_lengths", "finished"):
-                np.testing.assert_array_equal(getattr(found, array), getattr(expected, array))
-            near(found.logprobs, expected.logprobs, atol=1e-5)
-
-
 ALL = (
     "--config configs/demo.py --max_steps 2 --groups_per_batch 4 --group_size 4 --num_generation_tokens 64 "
     "--num_eval_tasks 6 --num_eval_samples 2 --test_interval 0 --lora_rank 2 "
@@ -177,15 +111,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
     monkeypatch.delenv("WANDB_MODE")
     arguments = [*ALL, "--save_rollouts=all", "--adam_eps=1e-5", "--lr_schedule=constant"]
     preset = tmp_path / "filtering.json"
-    preset.write_text(
-        json.dumps(
-            {
-                "do_group_filter": 1,
-                "objective": "cispo",
-                "clip_epsilon": 1.0,
-            }
-        )
-    )
+    preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
     members = f"seed=0,1;config=configs/drgrpo.py,{preset}"
     together = [*arguments, "--population", members, "--save_dir", str(tmp_path / "all")]
     population.main([*together, "--max_steps=1"])
@@ -205,14 +131,8 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
 
 def test_members_of_one_step_equal_runs_alone(tmp_path):
     """The quick case of the test above."""
-    flags = FLAGS | {
-        "max_steps": 1,
-        "test_env_name": "",
-        "lora_rank": 2,
-        "lora_merge": "never",
-        "save_rollouts": "all",
-    }
-    flags |= {"ppo_minibatch": 8, "num_generation_tokens": 8}
+    flags = FLAGS | {"max_steps": 1, "test_env_name": "", "lora_rank": 2, "lora_merge": "never"}
+    flags |= {"save_rollouts": "all", "ppo_minibatch": 8, "num_generation_tokens": 8}
     population.main(arguments(**flags, population="seed=0,1", save_dir=tmp_path / "all"))
     assert train_here(tmp_path / "alone", **flags, seed=1) == 0
     assert_equal_runs(tmp_path / "all" / "seed=1", tmp_path / "alone", range(1, 2))
@@ -240,11 +160,7 @@ def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
 def test_conversations_do_not_depend_on_the_rows_of_a_call():
     def draw(rows_per_call: int) -> tuple[dict, set[int]]:
         script = Script()
-        own = {
-            "member": "a",
-            "signals": Signals(),
-            "shared": SharedSampler(["a"], rows_per_call),
-        }
+        own = {"member": "a", "signals": Signals(), "shared": SharedSampler(["a"], rows_per_call)}
         return rows_of(draw_all(script, make_sampler=MemberSampler, **own)), {*script.turns}
 
     found, rows = draw(8)

@@ -32,7 +32,7 @@ from utils.reporting.page import label_runs, write_report
 HERE = Path(__file__).resolve().parent
 RUNGS = ("models/tiny", "SFT", "IPO", "RLOO")
 RANKS = ("full", "rank1", "rank4", "rank16")
-WIDTHS, HEIGHT = (1000, 1000, 400), 900  # of the parts of the report's picture, pixels
+WIDTH, HEIGHT, SCALE = 700, 1050, 1.5  # of each half of the report's picture, CSS pixels
 REWARDS = np.array([1, 0.1, 0.1, 0])  # of four completions in the drawing of the loop
 ADVANTAGES = (REWARDS - REWARDS.mean()) / REWARDS.std()
 LEFT, MIDDLE, RIGHT, TOP, BOTTOM = 2, 327, 652, 42, 200  # corners of its boxes, pixels
@@ -56,14 +56,11 @@ ARROWS = (  # path, label and its middle
     ("M767 38 v-14 H117 v10", "prompts", 442, 18),
 )
 PHASES = (("rollouts", 160), ("policy improvement", 188))
-NIGHT = """
-  document.getElementById("theme").click();
-  document.getElementById("rollouts-title").scrollIntoView();
-"""
+ROLLOUTS = 'document.getElementById("rollouts-title").scrollIntoView();'
 
 
 def photograph(run: Path, out: Path) -> None:
-    """Draws the report side by side: its top by day, its rollouts by night, and its top on a phone."""
+    """Draws the report: its top on the left, its rollouts on the right."""
     from PIL import Image
     from selenium import webdriver
 
@@ -71,17 +68,17 @@ def photograph(run: Path, out: Path) -> None:
     options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):
         options.add_argument(argument)
-    picture = Image.new("RGB", (sum(WIDTHS), HEIGHT))
+    width, height = int(WIDTH * SCALE), int(HEIGHT * SCALE)
+    picture = Image.new("RGB", (2 * width, height))
     with tempfile.TemporaryDirectory() as folder:
         write_report([run], Path(folder) / "report.html")
         with webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))) as page:
-            for i, width in enumerate(WIDTHS):
-                metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
-                page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-                page.get((Path(folder) / "report.html").as_uri())
-                if i == 1:
-                    page.execute_script(NIGHT)
-                picture.paste(Image.open(io.BytesIO(page.get_screenshot_as_png())), (sum(WIDTHS[:i]), 0))
+            metrics = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": SCALE, "mobile": False}
+            page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            page.get((Path(folder) / "report.html").as_uri())
+            for i in range(2):
+                picture.paste(Image.open(io.BytesIO(page.get_screenshot_as_png())), (i * width, 0))
+                page.execute_script(ROLLOUTS)
     picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(out, optimize=True)  # a third of the bytes
 
 

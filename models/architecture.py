@@ -118,8 +118,10 @@ class Decoder:
     def check_positions(self, what: str, num_tokens: int, remedy: str) -> None:
         """Raises UserError if rows of this many tokens have more than there are positions."""
         if num_tokens > self.num_positions:
-            positions = f"the model has {self.num_positions:,} positions (max_position_embeddings in its config.json)"
-            raise UserError(f"{what} has up to {num_tokens:,} tokens, and {positions}: {remedy}")
+            raise UserError(
+                f"{what} has up to {num_tokens:,} tokens, and the model has {self.num_positions:,} positions "
+                f"(max_position_embeddings in its config.json): {remedy}"
+            )
 
     def parameter_table(self) -> Table:
         """Returns every parameter: its Hugging Face name, its shape and its logical axes."""
@@ -160,13 +162,11 @@ class Decoder:
         for kind in self.kinds:
             layer = {}
             for name, spec in self.layer_table(kind).items():
-                if not is_matrix(name):
-                    layer[name] = spec
-                    continue
-                order = decode_axes(name)
-                shape = tuple(spec.shape[i] for i in order)
-                axes = tuple(spec.axes[i] for i in order)
-                layer[name + TRANSPOSED] = Spec(shape, axes)
+                if is_matrix(name):
+                    order = decode_axes(name)
+                    name += TRANSPOSED
+                    spec = Spec(*(tuple(x[i] for i in order) for x in spec))
+                layer[name] = spec
             layers.append(layer)
         return self.parameter_table() | {LAYERS: layers}
 
@@ -218,9 +218,7 @@ class Decoder:
         Norms, which are few, are counted.
         """
         num_active = self.num_parameters - self.expert_parameters(self.num_experts - self.num_experts_per_tok)
-        if self.tie_word_embeddings:
-            return num_active
-        return num_active - self.vocab_size * self.hidden_size
+        return num_active - (0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size)
 
     def expert_parameters(self, num_experts: int) -> int:
         """Returns the parameters of `num_experts` of each layer."""
@@ -240,9 +238,7 @@ class Decoder:
     def cache_bytes(self) -> int:
         """Bytes of keys and values of a token, in all layers."""
         itemsize = jnp.dtype(self.dtype).itemsize
-        head_bytes = self.head_dim * itemsize
-        if self.kv_dtype == "int8":
-            head_bytes = self.head_dim + itemsize  # with its scale
+        head_bytes = self.head_dim + itemsize if self.kv_dtype else self.head_dim * itemsize  # int8 has a scale
         return 2 * self.num_attention_layers * self.num_key_value_heads * head_bytes
 
     @property
@@ -261,9 +257,8 @@ def attention_table(model: Decoder) -> LayerTable:
     C = model.head_dim
     q = model.num_attention_heads * C
     kv = model.num_key_value_heads * C
-    q_and_gate = 2 * q if model.output_gate else q
     table = {
-        "self_attn.q_proj.weight": Spec((q_and_gate, D), ("heads", "embed")),
+        "self_attn.q_proj.weight": Spec(((1 + model.output_gate) * q, D), ("heads", "embed")),
         "self_attn.k_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
         "self_attn.v_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
         "self_attn.o_proj.weight": Spec((D, q), ("embed", "heads")),

@@ -108,9 +108,8 @@ def plain_attention(
 ) -> Float[Array, "B T H*C"]:
     """Computes causal attention up to a quarter of the row at a time, over the columns that it sees.
 
-    Quarters are three eighths less work than all of it at once, and a quarter of the scores in memory. Each quarter
-    compiles kernels of its own, so quarters of short rows have 64 columns or more. `is_token`: the columns of each row
-    that are seen at all; None: all, as in right-padded rows.
+    Quarters are three eighths less work, and a quarter of the scores in memory; each has 64 columns or more, since it
+    compiles kernels of its own. `is_token`: the columns that are seen at all; None: all, as in right-padded rows.
     """
     T = q.shape[1]
     mask = causal_mask(T, view.window)
@@ -304,10 +303,13 @@ def decode_attention(
     is_prompt = (jnp.arange(P) >= starts[:, None]) & (jnp.arange(P) < ends[:, None])
     prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
     scores = row_scores(q, keys)
-    is_seen = seen_columns(columns, T, keys.shape[2], view.window)
+    own_columns = (columns[..., None] + jnp.arange(T))[..., None]  # of the new tokens
+    cache_columns = jnp.arange(keys.shape[2])
+    is_seen = cache_columns <= own_columns
     if view.window:
+        is_seen &= cache_columns > own_columns - view.window
         row_ends = jnp.repeat(ends, len(q) // len(starts))[:, None, None]
-        in_window = jnp.arange(P) > row_ends + columns_of(columns, T) - view.window
+        in_window = jnp.arange(P) > row_ends + own_columns - view.window
         prompt_scores = jnp.where(by_prompt(of_queries(in_window, Q)), prompt_scores, MASKED)
     scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
 
@@ -337,21 +339,6 @@ def joint_softmax(
     mass = jnp.exp((scores - top) * scale)
     total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
     return prompt_mass, mass, total
-
-
-def columns_of(first: CachePositions, num_tokens: int) -> Int[Array, "*B T 1"]:
-    """Returns the columns of new tokens."""
-    return (first[..., None] + jnp.arange(num_tokens))[..., None]
-
-
-def seen_columns(columns: CachePositions, num_tokens: int, num_columns: int, window: int) -> Bool[Array, "*B T S"]:
-    """Returns the columns of the cache that new tokens see."""
-    own_columns = columns_of(columns, num_tokens)
-    cache_columns = jnp.arange(num_columns)
-    is_seen = cache_columns <= own_columns
-    if window:
-        is_seen &= cache_columns > own_columns - window
-    return is_seen
 
 
 def of_queries(mask: Bool[Array, "*B T S"], num_queries: int) -> Bool[Array, "*B 1 Q S"]:

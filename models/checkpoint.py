@@ -32,7 +32,7 @@ from models.files import (
     write_tensors,
 )
 from models.lora import LoraConfig, adapter_table, init_adapters, merge_stacked, quantize_layer
-from models.memory import has_room_for_copy
+from models.memory import USABLE
 from models.names import (
     EMBED,
     EXPERT,
@@ -82,23 +82,23 @@ def open_model(
     param_dtype: str,
     **overrides: bool | float | str,
 ) -> ModelFolder:
-    """Returns the results of `load_model`. Raises: UserError, as it does."""
+    """Returns a folder whose files can be read. Raises: UserError as `load_model`."""
     folder = find_model(path_or_hub_id)
     adapters = read_adapters(folder)
     if adapters:
         try:
             folder = find_model(adapters.base)
         except UserError as error:
-            message = f"{folder} holds adapters, and of their base {error}"
-            raise UserError(f"{message}; it is base_model_name_or_path in {ADAPTER_CONFIG}") from error
-        fixed = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts}
+            raise UserError(
+                f"{folder} holds adapters, and of their base {error}; it is base_model_name_or_path in {ADAPTER_CONFIG}"
+            ) from error
+        fixed = {"lora_alpha": adapters.alpha, "adapts_experts": any(".experts." in name for name in adapters.factors)}
         overrides = {"base_dtype": adapters.base_dtype} | overrides | fixed
     whole_config = read_json(folder / CONFIG)
     config = text_config(whole_config, folder / CONFIG)
-    mesh = layout.mesh if layout else None
-    settings = {"dtype": dtype or default_dtype(), "mesh": mesh, "has_images": config is not whole_config} | overrides
-    architecture = read_config(config, folder / CONFIG)
-    model = Decoder(**(architecture | settings))
+    settings = {"dtype": dtype or default_dtype(), "mesh": layout and layout.mesh} | overrides
+    fields = read_config(config, folder / CONFIG) | {"has_images": config is not whole_config}
+    model = Decoder(**(fields | settings))
     set_matmul_precision(model.dtype)
     readers = open_tensors(folder, model)
     has_own = adapters and any((adapters.folder / name).is_file() for name in VOCABULARIES)
@@ -122,10 +122,9 @@ def load_model(
 ) -> tuple[Decoder, Params, Tokenizer]:
     """Loads a Hugging Face folder (also relative to the repository) or, when there is none, a model of the hub.
 
-    `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU). `param_dtype` is that of the
-    arrays (empty: as in config.json). `overrides` are further fields of Decoder. Parameters are laid out by `layout`,
-    or put on the first device. Host memory holds one parameter (of all layers) at a time. Adapters of a PEFT folder are
-    added to the parameters of their base.
+    `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU), `param_dtype` that of the arrays
+    (empty: as in config.json); `overrides` are further fields of Decoder. Without a layout parameters are put on the
+    first device. Adapters of a PEFT folder are added to their base.
 
     Raises: UserError naming what is missing, damaged, or not supported.
     """
@@ -174,7 +173,7 @@ def load_policy(
 def is_merged(config: LoraConfig, base: Weights, layout: Layout) -> bool:
     """True if sampling reads a copy of the base with the adapters added: see --lora_merge."""
     if config.lora_merge == "auto" and not config.base_dtype:
-        return has_room_for_copy(bytes_on_device(base), layout)
+        return 3 * bytes_on_device(base) < USABLE * layout.device_memory  # a third of the memory stays free
     return config.lora_merge == "always"
 
 
@@ -243,9 +242,7 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
         return [(name, folder)]
     if steps := model_steps(folder):
         return [(f"{name}/step{step}", folder / f"step{step}") for step in steps]
-    has_metrics = (folder / "metrics.jsonl").is_file()
-    has_states = (folder / "state").is_dir()
-    if has_metrics or has_states:
+    if (folder / "metrics.jsonl").is_file() or (folder / "state").is_dir():
         raise UserError(
             f"{name} is a run folder without a model, since it has no step20/ or the like: continue the run by its "
             f"command (run.command in {name}/config.json), which writes a model when it is stopped or ends"
@@ -305,12 +302,15 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
     if model.tie_word_embeddings and HEAD in readers:  # some programs write the tied weight twice, or as the head only
         head = readers.pop(HEAD)
         if not np.array_equal(head[:], readers.setdefault(EMBED, head)[:]):  # transformers then unties them
-            message = f"{folder}: {HEAD} differs from {EMBED}, although {CONFIG} sets tie_word_embeddings"
-            raise UserError(f"{message}: set tie_word_embeddings to false in config.json")
+            raise UserError(
+                f"{folder}: {HEAD} differs from {EMBED}, although {CONFIG} sets tie_word_embeddings: set it to false"
+            )
     expected = tensor_shapes(model)
     if expected.keys() - readers == {HEAD}:
-        message = f"{folder} lacks tensor {HEAD}, and {CONFIG} does not tie its head to the embedding"
-        raise UserError(f"{message}: set tie_word_embeddings to true there if it is; if not, copy the weights again")
+        raise UserError(
+            f"{folder} lacks tensor {HEAD}, and {CONFIG} does not tie its head to the embedding: set "
+            "tie_word_embeddings to true there if it is; if not, copy the weights again"
+        )
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
     for name, expected_shape in expected.items():
@@ -330,18 +330,23 @@ def load_params(source: ModelFolder, layout: Layout | None) -> Params:
 
     Raises: UserError for a tensor with NaN or infinity.
     """
-    model = source.model
-    table = model.parameter_table()
-    layers_with = model.layers_with()
-    layers = {}
-    for name, spec in table.pop(LAYERS).items():
+    table = source.model.parameter_table()
+    layers_with = source.model.layers_with()
+
+    def load_array(name: str, spec: Spec) -> Array:
         dtype = jnp.dtype(dtype_of(name, source.dtype))
-        names = [layer_tensor(i, name) for i in layers_with[name]]
-        read_layer = partial(read_parameter, partial(source.read, dtype), spec.shape[1:], dtype)
-        layers[name] = load_array(spec, layout, partial(read_stacked, read_layer, spec.shape, names, dtype))
-    params = {LAYERS: layers}
-    for name, spec in table.items():
-        params[name] = load_array(spec, layout, partial(source.read, jnp.dtype(dtype_of(name, source.dtype)), name))
+        read = partial(source.read, dtype)
+        if name in layers_with:
+            names = [layer_tensor(i, name) for i in layers_with[name]]
+            read_layer = partial(read_parameter, read, spec.shape[1:], dtype)
+            read = partial(read_stacked, read_layer, spec.shape, names, dtype)
+        else:
+            read = partial(read, name)
+        sharding = layout.sharding(*spec) if layout else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.make_array_from_callback(spec.shape, sharding, read)
+
+    params = {LAYERS: {name: load_array(name, spec) for name, spec in table.pop(LAYERS).items()}}
+    params |= {name: load_array(name, spec) for name, spec in table.items()}
     if layout:
         layout.check_mesh_axes(params)
     return params
@@ -352,16 +357,12 @@ def load_base(source: ModelFolder, layout: Layout) -> Weights:
 
     Raises: UserError for a tensor with NaN or infinity.
     """
-    model = source.model
-    table = model.weights_table()
+    table = source.model.weights_table()
     layers = []
-    for i, layer_table in enumerate(table.pop(LAYERS)):
-        layer = {}
-        for name, spec in layer_table.items():
-            layer[name] = load_weight(source, layout, layer_tensor(i, name), spec)
-        layers.append(quantize_layer(layer) if model.base_dtype else layer)
-    base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()}
-    base[LAYERS] = layers
+    for i, specs in enumerate(table.pop(LAYERS)):
+        layer = {name: load_weight(source, layout, layer_tensor(i, name), spec) for name, spec in specs.items()}
+        layers.append(quantize_layer(layer) if source.model.base_dtype else layer)
+    base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()} | {LAYERS: layers}
     layout.check_mesh_axes(base, ["tp"])  # fsdp cuts rows only
     return base
 
@@ -369,27 +370,16 @@ def load_base(source: ModelFolder, layout: Layout) -> Weights:
 def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> Array:
     """Loads one array of the weights, a matrix of a layer transposed."""
     dtype = jnp.dtype(dtype_of(name, source.dtype))
-    read = partial(source.read, dtype)
-    if name.endswith(TRANSPOSED):
-        name = name.removesuffix(TRANSPOSED)
-        read_stored, order = read, decode_axes(name)
-        stored_shape = tuple(spec.shape[order.index(i)] for i in range(len(order)))
+    stored = name.removesuffix(TRANSPOSED)
+    order = decode_axes(stored) if stored != name else range(len(spec.shape))
+    inverse = np.argsort(order)
+    shape = tuple(spec.shape[i] for i in inverse)
 
-        def read(name: str, index: Slices) -> np.ndarray:
-            stored_index = tuple(index[order.index(i)] for i in range(len(order)))
-            return read_parameter(read_stored, stored_shape, dtype, name, stored_index).transpose(order)
+    def read(index: Slices) -> np.ndarray:
+        stored_index = tuple(index[i] for i in inverse)
+        return read_parameter(partial(source.read, dtype), shape, dtype, stored, stored_index).transpose(order)
 
-    sharding = layout.sharding(*spec, rollout=True)
-    return jax.make_array_from_callback(spec.shape, sharding, partial(read, name))
-
-
-def load_array(spec: Spec, layout: Layout | None, read: Callable[[Slices], np.ndarray]) -> jax.Array:
-    """Returns an array, laid out or on the first device, of the slices that `read` returns."""
-    if layout:
-        sharding = layout.sharding(*spec)
-    else:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.make_array_from_callback(spec.shape, sharding, read)
+    return jax.make_array_from_callback(spec.shape, layout.sharding(*spec, rollout=True), read)
 
 
 def read_parameter(
@@ -417,22 +407,18 @@ def read_tensor(folder: Path, readers: Readers, dtype: np.dtype, name: str, inde
     with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
         array = readers[name][index].astype(dtype, copy=False)
     if not is_finite(array):
-        message = f"{folder}: {name} holds NaN or infinity as {dtype.name}"
-        raise UserError(f"{message}: the file is damaged, or its training diverged")
+        raise UserError(
+            f"{folder}: {name} holds NaN or infinity as {dtype.name}: the file is damaged, or its training diverged"
+        )
     return array
 
 
 def is_finite(array: np.ndarray) -> bool:
     """True if no number is NaN or infinite. Compares bits: NumPy's own test of bfloat16 takes four times as long."""
-    numbers = array.reshape(-1)
-    bits = numbers.view(f"uint{8 * array.itemsize}")
-    infinity = np.array(np.inf, array.dtype).view(bits.dtype)
-    magnitude = ~np.array(-0.0, array.dtype).view(bits.dtype)
-    for start in range(0, bits.size, CHECKED_AT_ONCE):
-        chunk = bits[start : start + CHECKED_AT_ONCE]
-        if (chunk & magnitude).max() >= infinity:
-            return False
-    return True
+    bits = array.reshape(-1).view(f"uint{8 * array.itemsize}")
+    infinity, sign = np.array([np.inf, -0.0], array.dtype).view(bits.dtype)
+    chunks = (bits[start : start + CHECKED_AT_ONCE] for start in range(0, bits.size, CHECKED_AT_ONCE))
+    return all((chunk & ~sign).max() < infinity for chunk in chunks)
 
 
 def save_model(
@@ -446,18 +432,18 @@ def save_model(
 ) -> None:
     """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, as `write_model` does.
 
-    The tensors have the dtype of the parameters. `fetch` brings one tensor to the host. In a multi-process run all
-    processes call this function, since fetching is collective; one of them calls it with `write`. `card` is the text of
-    README.md, the model card (empty: none).
+    `fetch` brings one tensor to the host, collectively: all processes call this function, one of them with `write`.
+    `card` is the text of README.md (empty: none).
     """
     layers_with = model.layers_with()
     params = host_views(params)
 
+    is_on_host = all(isinstance(x, np.ndarray) for x in params[LAYERS].values())
+    take = take_layer.__wrapped__ if is_on_host else take_layer
+
     @lru_cache(maxsize=1)
     def read_layer(layer: int) -> LayerParams:
-        rows = layer_rows(layers_with, layer)
-        is_on_host = all(isinstance(x, np.ndarray) for x in params[LAYERS].values())
-        return (take_layer.__wrapped__ if is_on_host else take_layer)(params[LAYERS], rows)
+        return take(params[LAYERS], layer_rows(layers_with, layer))
 
     @lru_cache(maxsize=1)  # for experts, which are read one after the other
     def read_array(layer: int, name: str) -> np.ndarray:
@@ -483,41 +469,28 @@ def write_model(
 ) -> None:
     """Writes a Hugging Face folder, whole or not at all, of the tensors that `read` returns by name, one at a time.
 
-    An earlier model in the folder is replaced; other files in it are kept, also a README.md that was not written here.
-    Without `write` tensors are read only.
-
-    Raises: UserError when the folder has subfolders, and so is not that of a model.
+    An earlier model in the folder is replaced, other files are kept: see `new_folder`. Without `write` tensors are read
+    only.
     """
-    shards = split_shards(tensor_shapes(model), dtype.itemsize)
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    shapes = tensor_shapes(model)
+    split = split_state_dict_into_shards_factory(
+        shapes,
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_BYTES,
+    )
     if not write:
-        for shapes in shards.values():
-            deque(map(read, shapes), maxlen=0)  # this process only takes part in the fetching
+        for names in split.filename_to_tensors.values():
+            deque(map(read, names), maxlen=0)  # this process only takes part in the fetching
         return
     with new_folder(directory, tokenizer, card) as new:
         write_json(new / CONFIG, make_config(model, tokenizer, dtype))
-        if len(shards) > 1:
-            weight_map = {name: file for file, shapes in shards.items() for name in shapes}
-            num_elements = sum(math.prod(shape) for shapes in shards.values() for shape in shapes.values())
-            metadata = {"total_size": num_elements * dtype.itemsize}
-            write_json(new / INDEX, {"metadata": metadata, "weight_map": weight_map})
-        for file, shapes in shards.items():
-            write_tensors(new / file, shapes, dtype, map(read, shapes))
-
-
-def split_shards(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, dict[str, Shape]]:
-    """Returns the tensors of each file, in order, up to MAX_SHARD_BYTES in one."""
-    shards = []
-    room = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * itemsize
-        if size > room:
-            shards.append({})
-            room = MAX_SHARD_BYTES
-        shards[-1][name] = shape
-        room -= size
-    if len(shards) == 1:
-        return {WEIGHTS: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        if split.is_sharded:
+            write_json(new / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        for file, names in split.filename_to_tensors.items():
+            write_tensors(new / file, {name: shapes[name] for name in names}, dtype, map(read, names))
 
 
 def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:

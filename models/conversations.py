@@ -1,7 +1,7 @@
 """Conversations with written replies as token ids: the ids that the policy would have read and sampled."""
 
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -38,11 +38,10 @@ def encode_conversation(
 ) -> Conversation:
     """Returns a conversation whose replies, "all" or the "last", are trained on, except replies of weight 0.
 
-    Each reply stands behind the prompt that a sampler would use. All is encoded as one text: the text of the chat
-    template, with the thinking that the template drops.
+    Each reply follows the prompt that a sampler would use. All is encoded as one text: that of the chat template, with
+    the thinking that the template drops.
 
-    Raises: UserError as `Tokenizer.write`. Also if the chat template cannot be continued behind a reply, or opens a
-    block of thinking that a reply does not close.
+    Raises: UserError as `Tokenizer.write`, and if the chat template cannot be continued after a reply.
     """
     end = end_of_turn(tokenizer)
     replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
@@ -137,10 +136,11 @@ def write_reply(
     if closed.startswith(opening):
         return opened + closed.removeprefix(opening)
     if not differs_by_thinking(opening, closed, is_begun=True) or "reasoning_content" in reply:
-        where = difference(closed, opening)
+        place = len(os.path.commonprefix([closed, opening]))
+        where = " and ".join(repr(text[max(0, place - 60) : place + 60]) for text in (closed, opening))
         raise UserError(
-            f"the model's chat template begins a written reply differently from a sampled one{where}: choose another "
-            "model or template"
+            f"the model's chat template begins a written reply differently from a sampled one, from character "
+            f"{place:,} on: {where}: choose another model or template"
         )
     # The template writes thinking before a sampled reply, or leaves it out of a written one.
     framed = tokenizer.render([*before, {**reply, "content": TURN}], thinking, is_open=False, tools=tools)
@@ -154,13 +154,6 @@ def write_reply(
     if THINK_END in content and THINK_END not in kept:
         kept = content[: content.rfind(kept) + len(kept)] if kept in content else content
     return opened + without_opening(tokenizer, kept, thinking) + tail
-
-
-def difference(found: str, expected: str) -> str:
-    """Returns where two texts differ first, in words."""
-    place = len(os.path.commonprefix([found, expected]))
-    parts = (repr(text[max(0, place - 60) : place + 60]) for text in (found, expected))
-    return f", from character {place:,} on: {' and '.join(parts)}"
 
 
 def thinks(message: Message) -> bool:
@@ -215,9 +208,8 @@ def encode_rows(
     long_rows: str,
     group_size: int = 1,
 ) -> tuple[list[Conversation], str]:
-    """Returns conversations of at most `max_length` tokens, and a note on longer ones.
+    """Returns conversations of at most `max_length` tokens, and a note on longer ones; groups are dropped whole.
 
-    So many adjacent rows, `group_size`, are dropped together.
     Raises: UserError for a longer one if `long_rows` is "error", and as `encode_conversation`, with its number.
     """
     encoded = []
@@ -255,32 +247,28 @@ def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]
 
     See `check_prompt` of models/oracle.py. Stored rollouts are token ids already, and are not compared.
     """
-    rows = [row for row in rows if not getattr(row, "encoded", None)]
-    kinds = defaultdict(list)
-    for i, row in enumerate(rows):
+    rows = [row for row in rows if tokenizer.has_template and not getattr(row, "encoded", None)]
+    seen, notes = Counter(), []
+    for number, row in enumerate(rows, 1):
         *earlier, last = [message for message in row if message["role"] == REPLY]
         has_tools = bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row)
-        kinds[bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)].append(i)
-    numbers = [i for found in kinds.values() for i in found[:NUM_ROWS]]
-    notes = []
-    for i in sorted(numbers) if tokenizer.has_template else ():
-        row = encode_conversation(tokenizer, rows[i], train_on, getattr(rows[i], "tools", ()))
-        notes += check_row(tokenizer, row, rows[i], f"{name}: row {i + 1}")
+        kind = bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)
+        seen[kind] += 1
+        if seen[kind] <= NUM_ROWS:
+            notes += check_row(tokenizer, row, train_on, f"{name}: row {number}")
     return list(dict.fromkeys(notes))
 
 
-def check_row(tokenizer: Tokenizer, row: Conversation, messages: Sequence[Message], what: str) -> list[str]:
-    """Compares a row of SFT: see `check_prompt` of models/oracle.py."""
+def check_row(tokenizer: Tokenizer, messages: Sequence[Message], train_on: str, what: str) -> list[str]:
+    """Compares a row of SFT up to its last reply: see `check_prompt` of models/oracle.py."""
+    tools = getattr(messages, "tools", ())
+    ids = encode_conversation(tokenizer, messages, train_on, tools).tokens.tolist()
     last = max(i for i, message in enumerate(messages) if message["role"] == REPLY)
-    thinking, ids = thinks(messages[last]), row.tokens.tolist()
-    whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, getattr(messages, "tools", ()))
+    thinking = thinks(messages[last])
+    whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, tools)
     expected = reference(tokenizer, whole, thinking, schemas, is_open=False)
     if ids[:-1] == expected:
         return [f"the chat template ends a last reply by no token: {tokenizer.hf.decode(ids[-1:])} ends those of rows"]
-    return compare(tokenizer, what, ids, up_to(tokenizer, expected, ids[-1]))
-
-
-def up_to(tokenizer: Tokenizer, ids: list[int], last: int) -> list[int]:
-    """Returns ids up to the last `last`, if no text follows it, only the end of a conversation."""
-    length = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == last), len(ids))
-    return ids if tokenizer.decode(ids[length:]).strip() else ids[:length]
+    length = next((i for i in range(len(expected), 0, -1) if expected[i - 1] == ids[-1]), len(expected))
+    is_whole = bool(tokenizer.decode(expected[length:]).strip())  # more than the end of a conversation follows
+    return compare(tokenizer, what, ids, expected if is_whole else expected[:length])

@@ -9,7 +9,6 @@ a head, D width.
 
 from collections.abc import Callable
 from functools import partial
-from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Bool, Float, Int, PyTree
 
-from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
+from models.architecture import LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
 from models.attention import (
     CachePositions,
     LayerCache,
@@ -69,7 +68,7 @@ from models.packing import (
     to_token_columns,
     unpack,
 )
-from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
+from models.rotary import Angles, apply_rotary, rotary_angles
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
 
 if TYPE_CHECKING:
@@ -88,11 +87,8 @@ Routes = Int[Array, "B T L k"]  # experts in all layers: see Route; k is 0 witho
 def init_params(model: Decoder, key: Key) -> Params:
     """Returns random float32 parameters as Hugging Face initializes them: normal(0, 0.02), norms 1, biases 0."""
     specs, tree = jax.tree.flatten_with_path(model.parameter_table(), is_leaf=is_spec)
-    params = []
-    for i, (path, spec) in enumerate(specs):
-        own_key = jax.random.fold_in(key, i)
-        array = init_array(model, path[-1].key, spec.shape, own_key)
-        params.append(array)
+    keys = [jax.random.fold_in(key, i) for i in range(len(specs))]
+    params = [init_array(model, path[-1].key, spec.shape, k) for (path, spec), k in zip(specs, keys, strict=True)]
     return jax.tree.unflatten(tree, params)
 
 
@@ -101,8 +97,7 @@ def init_array(model: Decoder, name: str, shape: tuple[int, ...], key: Key) -> A
     if name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias")):
         return jnp.ones(shape, jnp.float32)
     if name.endswith("A_log"):
-        rates = jax.random.uniform(key, shape, jnp.float32, 0.01, 16)
-        return jnp.log(rates)
+        return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16))
     if "norm" in name:
         return jnp.full(shape, 1 - model.norm_offset, jnp.float32)
     if name.endswith("bias"):
@@ -119,10 +114,8 @@ def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) 
     x32 = x32 * jax.lax.rsqrt(mean_square + model.rms_norm_eps)
     gain = gain.astype(x.dtype)
     if model.norm_offset:
-        normed = (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
-    else:
-        normed = gain * x32.astype(x.dtype)
-    return normed.reshape(x.shape)
+        return (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype).reshape(x.shape)
+    return (gain * x32.astype(x.dtype)).reshape(x.shape)
 
 
 def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidden:
@@ -132,12 +125,13 @@ def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidd
 
 def rotary_by_kind(model: Decoder, positions: Int[Array, "*B T"]) -> dict[str, Angles | None]:
     """Returns the rotation of tokens at these positions, for each kind of layer."""
-    rotary = {FULL: Rotary(model.rope_theta, model.rope_scaling)}
-    rotary[SLIDING] = Rotary(model.local_rope_theta) if model.local_rope_theta else rotary[FULL]
-    kinds = set(model.kinds) - {NO_ROPE, LINEAR}
+    scaled = model.rope_theta, model.rope_scaling
+    local = (model.local_rope_theta, None) if model.local_rope_theta else scaled
     num_rotated = int(model.partial_rotary_factor * model.head_dim)
-    angles = {kind: rotary_angles(rotary[kind], num_rotated, positions) for kind in sorted(kinds)}
-    return angles | {NO_ROPE: None}
+    angles = {NO_ROPE: None}
+    for kind in sorted(set(model.kinds) - {NO_ROPE, LINEAR}):
+        angles[kind] = rotary_angles(*(local if kind == SLIDING else scaled), num_rotated, positions)
+    return angles
 
 
 def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
@@ -166,9 +160,7 @@ def split_heads(model: Decoder, x: Hidden, axis: str) -> Heads:
 
 def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: LayerParams, x: Hidden) -> Mixed:
     """Computes the attention of a layer; `attention(q, k, v)` gets rotated heads, and returns the new cache too."""
-    q = linear(layer, "self_attn.q_proj", x)
-    k = linear(layer, "self_attn.k_proj", x)
-    v = linear(layer, "self_attn.v_proj", x)
+    q, k, v = (linear(layer, f"self_attn.{name}_proj", x) for name in "qkv")
     gate = None
     if model.output_gate:
         q, gate = rearrange(q, "B T (H n C) -> n B T (H C)", n=2, C=model.head_dim)
@@ -202,15 +194,11 @@ def gated_deltanet(
     Padding, left of a row's first token or right of its last, leaves the state as it is. Source: transformers,
     modeling_qwen3_5.py.
     """
-    qkv = linear(layer, "linear_attn.in_proj_qkv", x)
-    gate = linear(layer, "linear_attn.in_proj_z", x)
-    write = linear(layer, "linear_attn.in_proj_b", x)
-    step = linear(layer, "linear_attn.in_proj_a", x)
+    qkv, gate, write, step = (linear(layer, f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
     if is_token is not None:
         qkv = jnp.where(is_token[..., None], qkv, 0)
-    qkv = unpack(constrain(qkv, "rows", None, "heads"), packing)
-    write = unpack(write, packing)
-    step = unpack(step, packing)
+    qkv = constrain(qkv, "rows", None, "heads")
+    qkv, write, step = (unpack(projection, packing) for projection in (qkv, write, step))
     qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"], is_token)
     beta = jax.nn.sigmoid(write.astype(jnp.float32))
     rate = jnp.exp(layer["linear_attn.A_log"])
@@ -249,10 +237,8 @@ def decoder_layer(
 
 def mlp(model: Decoder, layer: LayerParams, x: Hidden) -> Hidden:
     """Computes the gated MLP of a layer."""
-    gate = linear(layer, "mlp.gate_proj", x)
-    gate = constrain(gate, "rows", None, "mlp")
-    up = linear(layer, "mlp.up_proj", x)
-    up = constrain(up, "rows", None, "mlp")
+    gate = constrain(linear(layer, "mlp.gate_proj", x), "rows", None, "mlp")
+    up = constrain(linear(layer, "mlp.up_proj", x), "rows", None, "mlp")
     activation = ACTIVATIONS[model.hidden_act]
     return linear(layer, "mlp.down_proj", activation(gate) * up)
 
@@ -301,10 +287,9 @@ def keep_all(layer: Callable[..., Hidden]) -> Callable[..., Hidden]:
     return jax.checkpoint(layer, policy=is_kept) if is_on_each() else layer
 
 
-SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {
     "none": keep_all,
-    "dots": partial(jax.checkpoint, policy=SAVE_DOTS),
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "full": jax.checkpoint,
 }
 
@@ -318,10 +303,7 @@ class LayerInputs(NamedTuple):
 
 
 def forward(
-    model: Decoder,
-    params: Policy,
-    tokens: Int[Array, "B T"],
-    packing: Packing | None = None,
+    model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing | None = None
 ) -> Float[Array, "S M D"]:
     """Computes hidden states, before the final norm, of right-padded rows: causal attention, positions from 0.
 
@@ -400,7 +382,10 @@ def scan_periods(
     if not num_periods:
         return x, 0
     num_layers = num_periods * model.period
-    periods = stack_periods(model, stacked, num_periods)
+    periods = {}  # arrays stacked by period, and by layer within it
+    for name, layers in model.layers_with().items():
+        whole = stacked[name][: num_periods * sum(i < model.period for i in layers)]
+        periods[name] = whole.reshape(num_periods, -1, *whole.shape[1:])
     if routes is not None:
         routes = rearrange(routes[:num_layers], "(n p) B T k -> n p B T k", p=model.period)
 
@@ -443,16 +428,6 @@ def select_layer(model: Decoder, stacked: Layers, i: int, numbers: LayerNumbers 
     return {name: stacked[name][numbers[layers.index(i)]] for name, layers in layers_with.items() if i in layers}
 
 
-def stack_periods(model: Decoder, stacked: LayerParams, num_periods: int) -> LayerParams:
-    """Returns arrays stacked over layers by period, and by layer within it; the layers behind are left out."""
-    periods = {}
-    for name, layers in model.layers_with().items():
-        per_period = sum(i < model.period for i in layers)
-        whole = stacked[name][: num_periods * per_period]
-        periods[name] = whole.reshape(num_periods, per_period, *whole.shape[1:])
-    return periods
-
-
 def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Computes float32 next-token logits of right-padded rows, for tests and small models: [B, T, V] in memory."""
     hidden = forward(model, params, tokens)
@@ -466,13 +441,12 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
     as arguments of jit, let all layers share kernels: slices at constants would be compiled one by one.
     """
     cast = cast_params(model, params)
-    layers = [select_layer(model, cast[LAYERS], i, numbers) for i in model.layer_numbers]
-    return cast | {LAYERS: [dict(starmap(as_decoded, layer.items())) for layer in layers]}
-
-
-def as_decoded(name: str, x: Array) -> tuple[str, Array]:
-    """Returns the name and the array of a layer's parameter as sampling reads it: matrices as [in, out]."""
-    return (name + TRANSPOSED, x.transpose(decode_axes(name))) if is_matrix(name) else (name, x)
+    layers = []
+    for i in model.layer_numbers:
+        layer = select_layer(model, cast[LAYERS], i, numbers)
+        matrices = {name + TRANSPOSED: x.transpose(decode_axes(name)) for name, x in layer.items() if is_matrix(name)}
+        layers.append(matrices | {name: x for name, x in layer.items() if not is_matrix(name)})
+    return cast | {LAYERS: layers}
 
 
 def cast_params(model: Decoder, params: Params) -> Params:
@@ -535,12 +509,11 @@ def decode(
     B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
     Other results as `decode_states`.
     """
-    num_columns = prompt_columns(prompts)
-    group_size = len(tokens) // len(starts)
-    prompt_lengths = jnp.repeat(num_columns - starts, group_size)
+    leaves = jax.tree.leaves(prompts)
+    num_columns = leaves[0].shape[2] if leaves else 0  # no layer has any, and none needs positions
     ends = jnp.full_like(starts, num_columns)
     attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
-    positions = prompt_lengths + columns
+    positions = jnp.repeat(num_columns - starts, len(tokens) // len(starts)) + columns
     hidden, caches, routes = decode_states(model, weights, prompts, caches, tokens, positions, attention, is_token)
     return head(model, weights, hidden[:, -1]), caches, routes
 
@@ -559,8 +532,7 @@ def decode_states(
     """Computes hidden states, before the final norm, of some new tokens per row; `positions`: of each row's first.
 
     `attention(q, k, v, before, cache, view)` reads what is `before` and changes the cache. Also returns the tokens'
-    experts: the recorded ones of `routes`, if there are any. Padding on the right (`is_token` False) leaves states as
-    they are.
+    experts, which are those of `routes` if it is given. Padding on the right (`is_token` False) leaves states alone.
     """
     x = embed(model, weights, tokens)
     angles = rotary_by_kind(model, positions[:, None] + jnp.arange(tokens.shape[1]))
@@ -576,12 +548,6 @@ def decode_states(
         new_caches.append(new_cache)
         new_routes.append(route)
     return x, new_caches, jnp.stack(new_routes, axis=2)
-
-
-def prompt_columns(prompts: list[PromptCache | None]) -> int:
-    """Returns the columns of the caches of prompts; 0 if no layer has any, and none needs positions."""
-    leaves = jax.tree.leaves(prompts)
-    return leaves[0].shape[2] if leaves else 0
 
 
 def target_hidden(
@@ -616,10 +582,9 @@ def token_outputs(
 ) -> TokenOutputs:
     """Computes log-probabilities and other outputs for all tokens under the distribution that was sampled from.
 
-    Only this function shifts next-token logits. `support` holds the ids that could be sampled for each token; None:
-    all. `routes` holds the experts that computed its logits: the experts of the token before it; None: routers choose.
-    With a packing, tokens that are no targets have 0. `extras` of each token reach the distribution; extras of rows are
-    repeated for their tokens.
+    Only this function shifts next-token logits. `support`: the ids that could be sampled for each token; None: all.
+    `routes`: the experts that computed its logits, those of the token before it; None: routers choose. With a packing,
+    tokens that are no targets have 0. `extras` reach the distribution, those of rows repeated for their tokens.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0

@@ -44,16 +44,13 @@ class Distribution:
     min_p: float = 0.0
 
     def __post_init__(self):
-        is_top_k = 0 <= self.top_k <= MAX_SUPPORT
         is_temperature = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30  # logits / it are finite
-        if not is_temperature or not is_top_k:
+        if not (is_temperature and 0 <= self.top_k <= MAX_SUPPORT):
             raise UserError(
                 f"--temperature must be 0, or 1e-30 to 1e30, and --top_k 0 (all ids) to {MAX_SUPPORT}: correct the one "
                 "that is not"
             )
-        is_top_p = 0 < self.top_p <= 1
-        is_min_p = 0 <= self.min_p < 1
-        if not is_top_p or not is_min_p:
+        if not (0 < self.top_p <= 1 and 0 <= self.min_p < 1):
             raise UserError(
                 "--top_p must be above 0 and up to 1, and --min_p from 0 to below 1: correct the one that is not"
             )
@@ -88,7 +85,7 @@ class Distribution:
         everything = jnp.zeros((len(logits), 0), jnp.int32)
         if self.temperature == 0:
             tokens = logits.argmax(-1)
-            return tokens, log_softmax_at(logits, tokens), everything
+            return tokens, logits.max(-1) - jax.nn.logsumexp(logits, axis=-1), everything
         logits = logits / self.temperature
         if self.support_size(logits.shape[-1]):
             return self.draw_truncated(logits, uniforms)
@@ -97,18 +94,19 @@ class Distribution:
 
     def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
         """Samples from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
-        size = self.support_size(logits.shape[-1])
-        top, ids = jax.lax.top_k(logits, size)
-        candidates = top if self.top_k else logits
-        normalizer = jax.nn.logsumexp(candidates, axis=-1, keepdims=True)
-        probs = jnp.exp(top - normalizer)
-        mass_before = jnp.cumsum(probs, axis=-1) - probs
-        keep = mass_before < self.top_p
-        keep &= probs >= self.min_p * probs[:, :1]
-        kept_logits = jnp.where(keep, top, -jnp.inf)
+        kept_logits, ids = self.candidates(logits)
         choice, logprobs = inverse_cdf_sample(kept_logits, uniforms)
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
-        return tokens, logprobs, jnp.where(keep, ids, -1)
+        return tokens, logprobs, jnp.where(jnp.isfinite(kept_logits), ids, -1)
+
+    def candidates(self, logits: Logits) -> tuple[Float[Array, "*R S"], Support]:
+        """Returns the logits of the likeliest ids, -inf for those that cannot be sampled, and the ids."""
+        top, ids = jax.lax.top_k(logits, min(self.top_k or MAX_SUPPORT, logits.shape[-1]))
+        normalizer = jax.nn.logsumexp(top if self.top_k else logits, axis=-1, keepdims=True)
+        probs = jnp.exp(top - normalizer)
+        mass_before = jnp.cumsum(probs, axis=-1) - probs
+        keep = (mass_before < self.top_p) & (probs >= self.min_p * probs[..., :1])
+        return jnp.where(keep, top, -jnp.inf), ids
 
     def outputs(
         self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None
@@ -120,7 +118,9 @@ class Distribution:
         """
         logits = logits / (self.temperature or 1.0)
         if support is not None:
-            logits, tokens = _truncate(logits, tokens, support)
+            logits = jnp.take_along_axis(logits, jnp.maximum(support, 0), axis=-1)
+            logits = jnp.where(support < 0, -1e30, logits)
+            tokens = jnp.argmax(support == tokens[..., None], axis=-1)
         return softmax_outputs(logits, tokens)
 
 
@@ -138,9 +138,8 @@ def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> F
 def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats]:
     """Samples by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
 
-    That takes two uniforms a row, not V Gumbels. The sum over the blocks is the softmax's denominator, so the
-    log-probability costs nothing more. Devices that share the vocabulary hold whole blocks each: blocks of 128 ids
-    would have to be gathered for every token.
+    That takes two uniforms a row, not V Gumbels, and the sum over the blocks is the softmax's denominator. Devices that
+    share the vocabulary hold whole blocks each: blocks of 128 ids would have to be gathered for every token.
     """
     R, V = logits.shape
     padding = (0, 0), (0, -V % 128)
@@ -177,21 +176,6 @@ def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
         return x
     whole = (x[:, :, None] * jnp.eye(x.shape[1])).sum(1)
     return constrain(whole, "rows")
-
-
-def _truncate(logits: Logits, tokens: Ids, support: Support) -> tuple[Float[Array, "*R S"], Ids]:
-    """Returns the logits of the support, and the index of each token in it."""
-    ids = jnp.maximum(support, 0)
-    logits = jnp.take_along_axis(logits, ids, axis=-1)
-    logits = jnp.where(support < 0, -1e30, logits)
-    indices = jnp.argmax(support == tokens[..., None], axis=-1)
-    return logits, indices
-
-
-def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
-    """Returns the log-probability of one token per row, nats, without an array of all log-probabilities."""
-    token_logits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
 def select_tokens(rows: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Float[Array, "R"]:

@@ -54,9 +54,6 @@ class Routing(NamedTuple):
     weights: Float[Array, "B T k"]
 
 
-Computation = Callable[[Experts, Hidden, Routing], Hidden]
-
-
 def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
     """Returns the matrices of a layer's experts, which are stored as in the file or transposed."""
     matrices, adapters = [], []
@@ -78,9 +75,8 @@ def choose_experts(
 ) -> Routing:
     """Chooses the likeliest experts of each token, weighted by their probabilities, or those divided by their sum.
 
-    Gradients reach the logits of all experts through the softmax. Experts that were recorded when the token was sampled
-    replace the likeliest ones, with the weights of these logits. Sources: Qwen3MoeTopKRouter of transformers;
-    arXiv 2510.11370 (rollout routing replay).
+    Recorded experts replace the likeliest ones, with the weights of these logits. Sources: Qwen3MoeTopKRouter of
+    transformers; arXiv 2510.11370 (rollout routing replay).
     """
     probs = jax.nn.softmax(logits.astype(jnp.float32))
     _, ids = jax.lax.top_k(probs, experts_per_token)
@@ -107,11 +103,26 @@ def choose_product(mesh: Mesh | None) -> str:
 def mix_experts(
     experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: str, mesh: Mesh | None
 ) -> Hidden:
-    """Computes the weighted sum of the outputs of each token's experts with the product that was chosen."""
+    """Computes the weighted sum of the outputs of each token's experts with the product that was chosen.
+
+    On a mesh those of each device's rows are computed there, since XLA cannot partition a kernel, and `tp` shards the
+    width of every expert. Whole experts on each device would not be as much work: routers are not balanced.
+    """
     compute = partial(local_experts, activation=activation, product=product)
     if mesh is None:
         return compute(experts, x, routing)
-    return partitioned_experts(experts, x, routing, compute, mesh)
+    is_cut = experts.down.shape[1] % mesh.shape["tp"] == 0
+    axis = "tp" if is_cut else None
+
+    def compute_shard(experts: Experts, x: Hidden, routing: Routing) -> Hidden:
+        out = compute(experts, x, routing)
+        return jax.lax.psum(out, "tp") if is_cut else out
+
+    cut, whole, rows = PartitionSpec(None, axis), PartitionSpec(), PartitionSpec(ROWS)
+    inputs, outputs = LowRank(whole, PartitionSpec(None, None, axis)), LowRank(PartitionSpec(None, None, axis), whole)
+    specs = Experts(cut, cut, cut, gate_adapter=inputs, up_adapter=inputs, down_adapter=outputs)
+    specs = Experts._make(None if x is None else spec for x, spec in zip(experts, specs, strict=True))
+    return on_devices(mesh, compute_shard, (specs, rows, rows), rows)(experts, x, routing)
 
 
 def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: str) -> Hidden:
@@ -126,42 +137,10 @@ def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Act
     return grouped_experts(experts, x, routing, activation, PRODUCTS[product])
 
 
-def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: Computation, mesh: Mesh) -> Hidden:
-    """Computes the experts of each device's rows there; `tp` shards the width of every expert, as that of an MLP.
-
-    XLA cannot partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers
-    are not balanced.
-    """
-    is_cut = experts.down.shape[1] % mesh.shape["tp"] == 0
-    axis = "tp" if is_cut else None
-    cut = PartitionSpec(None, axis)
-    rows = PartitionSpec(ROWS)
-
-    def compute_shard(experts: Experts, x: Hidden, routing: Routing) -> Hidden:
-        out = compute(experts, x, routing)
-        return jax.lax.psum(out, "tp") if is_cut else out
-
-    of_width, whole = PartitionSpec(None, None, axis), PartitionSpec()
-    adapted_inputs, adapted_outputs = LowRank(whole, of_width), LowRank(of_width, whole)
-    specs = Experts(
-        gate=cut,
-        up=cut,
-        down=cut,
-        gate_adapter=adapted_inputs,
-        up_adapter=adapted_inputs,
-        down_adapter=adapted_outputs,
-    )
-    specs = Experts._make(None if x is None else spec for x, spec in zip(experts, specs, strict=True))
-    in_specs = specs, rows, rows
-    per_device = on_devices(mesh, compute_shard, in_specs, rows)
-    return per_device(experts, x, routing)
-
-
 def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
     """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
-    All pairs are computed at once. On a TPU they are computed in a loop, since a gather would lay out all matrices
-    anew. On a GPU each iteration of a loop would copy the matrices that it takes (bench/compiled.py).
+    In a loop on a TPU, where a gather would lay out all matrices anew; on a GPU each iteration would copy matrices.
     """
     k = routing.ids.shape[2]
 
@@ -180,13 +159,8 @@ def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: 
 
     tokens = repeat(x, "B T D -> (B T k) D", k=k)
     pairs = tokens, routing.ids.reshape(-1), routing.weights.reshape(-1)
-    if is_loop:
-        outputs = jax.lax.map(compute_pair, pairs)
-    else:
-        outputs = jax.vmap(compute_pair)(pairs)
-    outputs = outputs.reshape(*routing.ids.shape, -1)
-    total = outputs.sum(axis=2)
-    return total.astype(x.dtype)
+    outputs = jax.lax.map(compute_pair, pairs) if is_loop else jax.vmap(compute_pair)(pairs)
+    return outputs.reshape(*routing.ids.shape, -1).sum(axis=2).astype(x.dtype)
 
 
 def dense_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation) -> Hidden:

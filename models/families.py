@@ -107,8 +107,6 @@ def write_gemma3(model: Decoder) -> dict[str, Any]:
         "hidden_activation": model.hidden_act,
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
         "rope_local_base_freq": model.local_rope_theta,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
     }
 
 
@@ -128,11 +126,6 @@ def write_olmo3(model: Decoder) -> dict[str, Any]:
 EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
-def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
-    """Returns the number and width of experts, and how their outputs are weighted."""
-    return {name: fields[name] for name in EXPERT_FIELDS}
-
-
 def write_qwen3_moe(model: Decoder) -> dict[str, Any]:
     """Returns the fields of config.json of a Qwen3-MoE."""
     experts = {name: getattr(model, name) for name in EXPERT_FIELDS}
@@ -143,7 +136,8 @@ def read_qwen3_5(fields: Fields) -> dict[str, Any]:
     """Returns which layers have attention, and the sizes of the others."""
     types = layer_types(fields, LINEAR, fields["full_attention_interval"])
     delta = DeltaShape(**{name: fields[field] for name, field in DELTA_FIELDS.items()})
-    return {"layer_types": types, "partial_rotary_factor": rotated_share(fields), "delta": delta}
+    rotated = rope_block(fields, FULL).get("partial_rotary_factor") or fields["partial_rotary_factor"]
+    return {"layer_types": types, "partial_rotary_factor": float(rotated), "delta": delta}
 
 
 def write_qwen3_5(model: Decoder) -> dict[str, Any]:
@@ -176,7 +170,7 @@ FAMILIES = {
         "qwen3_moe",
         {"qk_norm": "head"},
         {"num_key_value_heads": 4, "norm_topk_prob": False},
-        read=read_qwen3_moe,
+        read=lambda fields: {name: fields[name] for name in EXPERT_FIELDS},
         write=write_qwen3_moe,
     ),
     "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}),
@@ -376,8 +370,8 @@ def check_value(field: str, value: object, supported: tuple[object, ...], file: 
 
 
 def check_rope(fields: Fields, file: Path, family: Family) -> None:
-    """Raises UserError for rotary embeddings that are malformed, not computed, or read in two ways elsewhere."""
-    parameters, scaling = fields.get("rope_parameters"), fields.get("rope_scaling", {})
+    """Raises UserError for rotary embeddings that are malformed, or not computed."""
+    parameters = fields.get("rope_parameters")
     if SLIDING in family.kinds and parameters and not parameters.keys() & {FULL, SLIDING}:
         raise UserError(
             f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently: download it again"
@@ -394,17 +388,14 @@ def check_rope(fields: Fields, file: Path, family: Family) -> None:
         magnitude = Scaling(rope_type, given.get("factor", 1)).magnitude
         factor = given.get("attention_factor", magnitude)
         check_value("attention_factor", magnitude if abs(factor - magnitude) < 1e-6 else factor, (magnitude,), file)
-        for name in ("mscale", "mscale_all_dim"):
-            check_value(name, given.get(name), (None,), file)
-        check_value("truncate", given.get("truncate", True), (True,), file)
+        for name, value in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
+            check_value(name, given.get(name, value), (value,), file)
         if "partial_rotary_factor" not in family.defaults:
             factor = given.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
             check_value("partial_rotary_factor", factor, (1,), file)
-    block = rope_block(fields, FULL)
-    for name, value in scaling.items() if parameters else ():
-        check_value(f"rope_scaling's {name}", value, (block.get("rope_type" if name == "type" else name),), file)
     if family.model_type == "olmo3" and "rope_theta" not in rope_block(fields, SLIDING):
-        theta = block.get("rope_theta", fields.get("rope_theta", 500_000))  # versions of transformers differ on others
+        # Versions of transformers differ on other wavelengths.
+        theta = rope_block(fields, FULL).get("rope_theta", fields.get("rope_theta", 500_000))
         check_value("rope_theta without one of sliding_attention", theta, (500_000,), file)
 
 
@@ -417,12 +408,6 @@ def rope_block(fields: Fields, kind: str) -> Fields:
     if FULL in block or SLIDING in block:
         return block.get(kind) or {}
     return block if kind == FULL else {}
-
-
-def rotated_share(fields: Fields) -> float:
-    """Returns the share of the channels of a head that is rotated."""
-    factor = rope_block(fields, FULL).get("partial_rotary_factor")
-    return float(factor or fields.get("partial_rotary_factor", 1))
 
 
 def unusual_layer_type(fields: Fields, family: Family) -> str:

@@ -2,9 +2,8 @@
 
     python models/hf_to_jax.py --hf_dir ~/checkpoints/hf/Qwen3-1.7B/ --ckpt_dir ~/checkpoints/Qwen3-1.7B/
 
-Nothing is converted: our checkpoints are Hugging Face folders, and every command takes --hf_dir's folder as it is. This
-one loads each tensor, checked against config.json, and writes the same format with the dtype it had. Without options it
-takes the folders above, as kvfrans/lmpo's README does on a machine of several hosts.
+Nothing is converted: every command takes --hf_dir's folder as it is. Each tensor is checked against config.json, and
+written with the dtype it had. Without options it takes the folders above, as kvfrans/lmpo's README does.
 """
 
 import sys

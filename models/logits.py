@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Float, Int, PyTree, Shaped
 
 from models.distribution import Distribution, TokenOutputs
 from models.names import TEACHER, Array, Extras, Hidden
@@ -70,8 +70,8 @@ def chunked_outputs(
         padded = jnp.pad(x, padding, constant_values=padding_of(path))
         return rearrange(padded, "B (n w) ... -> n B w ...", w=width)
 
-    def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
-        return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
+    def join(x: Shaped[Array, "n B w ..."]) -> Shaped[Array, "B T ..."]:
+        return rearrange(x, "n B w ... -> B (n w) ...")[:, :num_columns]
 
     chunks = jax.tree.map_with_path(split, columns)
     num_needed = num_chunks if num_targets is None else -(-num_targets.max() // width)

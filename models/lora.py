@@ -176,19 +176,16 @@ def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
 
 def merge(weights: Weights) -> Weights:
     """Returns weights with the adapters in their layers added to the matrices, in float32 and then rounded once."""
-    return weights | {LAYERS: [merge_layer(layer) for layer in weights[LAYERS]]}
-
-
-def merge_layer(layer: LayerParams) -> LayerParams:
-    """Returns the arrays of a layer without adapters, which are added."""
-    merged = {name: x for name, x in layer.items() if not name.endswith((LORA_A, LORA_B))}
-    names = [name.removesuffix(LORA_A) for name in layer if name.endswith(LORA_A)]
-    for name in names:
-        matrix = merged[f"{name}.weight{TRANSPOSED}"]
-        delta = layer[name + LORA_B].swapaxes(-1, -2) @ layer[name + LORA_A]
-        delta = delta.transpose(decode_axes(name))
-        merged[f"{name}.weight{TRANSPOSED}"] = (matrix.astype(jnp.float32) + delta).astype(matrix.dtype)
-    return merged
+    layers = []
+    for layer in weights[LAYERS]:
+        merged = {name: x for name, x in layer.items() if not name.endswith((LORA_A, LORA_B))}
+        for name in (name.removesuffix(LORA_A) for name in layer if name.endswith(LORA_A)):
+            matrix = merged[f"{name}.weight{TRANSPOSED}"]
+            delta = layer[name + LORA_B].swapaxes(-1, -2) @ layer[name + LORA_A]
+            updated = matrix.astype(jnp.float32) + delta.transpose(decode_axes(name))
+            merged[f"{name}.weight{TRANSPOSED}"] = updated.astype(matrix.dtype)
+        layers.append(merged)
+    return weights | {LAYERS: layers}
 
 
 def merge_stacked(model: Decoder, params: Params, adapters: Adapters) -> Params:

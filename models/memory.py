@@ -72,15 +72,10 @@ class MemoryConfig:
             raise UserError("--tokens_per_microbatch must not be negative: give 1 or more, or 0 to have it chosen")
 
 
-def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
-    """True if weights of `num_bytes` and a second copy of them leave a third of device memory free."""
-    return 3 * num_bytes < USABLE * layout.device_memory
-
-
 def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
-    """Raises UserError for another model whose weights do not fit into memory beside what is held."""
-    copies = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
-    size = model.num_parameters * jnp.dtype(model.dtype).itemsize // copies
+    """Raises UserError if the weights of another model do not fit into memory in addition to what is held."""
+    num_shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
+    size = model.num_parameters * jnp.dtype(model.dtype).itemsize // num_shards
     room = int(USABLE * layout.device_memory) - bytes_on_device(held)
     if size > room:
         raise UserError(
@@ -91,7 +86,7 @@ def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
 
 
 def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
-    """Raises UserError for arrays that wait on the host for updates, and do not fit into its memory."""
+    """Raises UserError for arrays that wait for updates and do not fit into the host's memory."""
     room = int(USABLE * layout.host_memory)
     if num_bytes > room:
         raise UserError(
@@ -105,7 +100,7 @@ def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on(model, "tpu") else None
 
 
-# When rollouts are sampled: between updates, with --ahead 1 beside them, or on devices beside those of --mesh.
+# When rollouts are sampled: between updates, with --ahead 1 at the same time, or on devices outside of --mesh.
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 
 
@@ -129,26 +124,17 @@ class Sizes(NamedTuple):
     num_chains: int = 1  # micro-batches at the same time
     rollout: Layout | None = None  # the mesh that samples
 
-    @property
-    def update_limit(self) -> int:
-        """Bytes that updates may take; beside them, rows get at least half of what is free."""
-        return (self.held + self.available) // 2 if self.schedule == BESIDE else self.available
-
     def without_rows(self, update: int) -> int:
         """Bytes in use while rows are sampled, without the rows' own; `update`: bytes of an update."""
         between = self.held + self.sampling_copy
         return max(update, between) if self.schedule == BESIDE else between
 
-    def sampling_room(self, update: int) -> int:
-        """Bytes free for the rows that are sampled at once; `update`: bytes of an update."""
-        return max(0, self.available - self.without_rows(update))
-
 
 def activation_bytes(model: Decoder, remat: str, shape: MicrobatchShape) -> tuple[int, int]:
     """Bytes of a micro-batch: kept from the forward pass, and in use by one layer's backward pass.
 
-    Products of matrices are of packed tokens, attention is of rows: their padding has queries, keys, values and results
-    too. The factors come from compiled programs: see bench/memory.py.
+    Matrix products are of packed tokens, attention of rows with their padding. The factors come from compiled programs:
+    see bench/memory.py.
     """
     D = model.hidden_size
     F, copies = mlp_activations(model)
@@ -159,7 +145,7 @@ def activation_bytes(model: Decoder, remat: str, shape: MicrobatchShape) -> tupl
     padding = max(0, num_columns - num_tokens)
     kept = working = 0
     for kind in model.kinds:
-        heads, inner = delta_activations(model) if kind == LINEAR else attention_activations(model, shape.width)
+        heads, inner = mixer_activations(model, kind, shape.width)
         products = heads + 3 * D + 2 * F  # results of matrix products, and the layer's input
         everything = 2 * heads + 9 * D + 9 * F
         if is_tpu:  # whose compiler keeps more of attention and less of MLPs, with gaps between: a tenth, fitted
@@ -191,25 +177,22 @@ def mlp_activations(model: Decoder) -> tuple[int, int]:
     return width, 3 * model.num_experts_per_tok * model.hidden_size  # of tokens, and of outputs in two orders
 
 
-def attention_activations(model: Decoder, width: int) -> tuple[int, int]:
-    """Returns the numbers for each token of attention: results of matrix products, and scores."""
-    num_queries = (1 + model.output_gate) * model.num_attention_heads
-    heads = (num_queries + 2 * model.num_key_value_heads) * model.head_dim
-    scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
-    return heads, scores
+def mixer_activations(model: Decoder, kind: str, width: int) -> tuple[int, int]:
+    """Returns the numbers for each token of attention or of a Gated DeltaNet.
 
-
-def delta_activations(model: Decoder) -> tuple[int, int]:
-    """Returns the numbers for each token of a Gated DeltaNet: results of matrix products, and those in its chunks.
-
-    The latter are float32 and count as several of the dtype of the matmuls.
+    They are the results of matrix products, and scores of attention or numbers in chunks. The latter are float32 and
+    count as several of the dtype of the matmuls.
     """
+    if kind != LINEAR:
+        num_queries = (1 + model.output_gate) * model.num_attention_heads
+        scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
+        return (num_queries + 2 * model.num_key_value_heads) * model.head_dim, scores
     shape = model.delta
-    heads = shape.conv_width + shape.value_width + 2 * shape.num_value_heads
     # Fitted to float32 programs that XLA:CPU compiled, 8 heads of 64 channels: from 0.9 to 1.2 of what they take. Those
     # of Qwen3.5-4B in bfloat16 for an H200 take twice as much (bench/compiled.py).
     head_size = 12 * shape.key_channels + 10 * shape.value_channels + 20 * CHUNK
     num_matmul_numbers = 1 if jnp.dtype(model.dtype).itemsize == 4 else 4
+    heads = shape.conv_width + shape.value_width + 2 * shape.num_value_heads
     return heads, num_matmul_numbers * shape.num_value_heads * head_size
 
 
@@ -252,24 +235,21 @@ def measure_sizes(
     rollout_tp: int = 0,
 ) -> Sizes:
     """Returns the sizes of a training run; held arrays are looked up, not estimated."""
-    params = bytes_on_device(state.params)
     available = int(USABLE * layout.device_memory)
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
-    summed = params // 4 * gradient_item
-    has_copy = LAYERS in state.params or model.merges_adapters
+    summed = bytes_on_device(state.params) // 4 * gradient_item
     held = bytes_on_device((state, others))
-    between = held - (bytes_on_device(state.opt_state) if config.offload else 0)
-    rollout = layout
+    offloaded = bytes_on_device(state.opt_state) if config.offload else 0
+    rollout, sampling_copy, kv_row = layout, 0, 0
     if schedule != ELSEWHERE:
-        rollout = choose_rollout(model, layout, available - between, row_length, rollout_tp)
-    sampling_copy = weights_bytes(model, rollout) if has_copy and schedule != ELSEWHERE else 0
+        rollout = choose_rollout(model, layout, available - held + offloaded, row_length, rollout_tp)
+        kv_row = kv_row_bytes(model, rollout, row_length)
+        has_copy = LAYERS in state.params or model.merges_adapters
+        sampling_copy = weights_bytes(model, rollout) if has_copy else 0
     if schedule == BESIDE:  # a held-out evaluation makes another one
         held += sampling_copy
-    step = 0
-    if config.offload:
-        step = held + summed
-        held -= bytes_on_device(state.opt_state)
-    kv_row = kv_row_bytes(model, rollout, row_length) if schedule != ELSEWHERE else 0
+    step = held + summed if config.offload else 0
+    held -= offloaded
     return Sizes(
         held=held,
         gradients=summed + gradient_bytes(model, layout, state.params),
@@ -302,23 +282,18 @@ def choose_rollout(
     # From fsdp=4,tp=2 to tp=4 XLA returns whole arrays: these two shardings do not nest.
     factors = [n for n in range(1, fsdp + 1) if fsdp % n == 0 and (tp == 1 or n in (1, fsdp))]
     choices = {tp * n: layout.with_tp(tp * n) for n in ([1] if model.lora_rank else factors)}
-    if rollout_tp and rollout_tp not in choices:
-        reason = "the mesh"
-        if model.lora_rank:
-            reason = "weights below adapters are sampled as --mesh tp shards them, which"
-        numbers = ", ".join(map(str, choices))
-        raise UserError(
-            f"--rollout_tp {rollout_tp} is refused, since {reason} allows {numbers}: give one of these, or 0 to have "
-            "it chosen"
-        )
-    if rollout_tp:
+    if rollout_tp in choices:
         return choices[rollout_tp]
-
-    def has_room(rollout: Layout) -> bool:
-        room = free - weights_bytes(model, rollout)
-        return room // row_bytes(model, rollout, row_length) >= num_rows
-
-    return next(filter(has_room, choices.values()), choices[max(choices)])
+    if rollout_tp:
+        reason = "weights below adapters are sampled as --mesh tp shards them, which" if model.lora_rank else "the mesh"
+        raise UserError(
+            f"--rollout_tp {rollout_tp} is refused, since {reason} allows {', '.join(map(str, choices))}: give one of "
+            "these, or 0 to have it chosen"
+        )
+    for rollout in choices.values():
+        if (free - weights_bytes(model, rollout)) // row_bytes(model, rollout, row_length) >= num_rows:
+            break
+    return rollout  # the last one shards most
 
 
 def kv_row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
@@ -379,23 +354,20 @@ def sampling_room(
 
 def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[str]:
     """Returns a line on how many devices shard the sampling weights, if training shards them differently."""
-    before, now = (x.mesh.shape["tp"] for x in (layout, rollout))
-    if now == before:
-        return []
-    sizes = [gigabytes(weights_bytes(model, x)) for x in (layout, rollout)]
-    return [
-        f"sampling: tp shards the weights over {now} devices, {sizes[1]} GB on each; a copy on {before} "
-        f"takes {sizes[0]} (--rollout_tp)"
-    ]
+    (before, whole), (now, part) = ((x.mesh.shape["tp"], gigabytes(weights_bytes(model, x))) for x in (layout, rollout))
+    line = f"sampling: tp shards the weights over {now} devices, {part} GB on each; a copy on {before} takes {whole}"
+    return [f"{line} (--rollout_tp)"] if now != before else []
 
 
 def describe_whole(model: Decoder, *layouts: Layout) -> list[str]:
     """Returns a line for each tp of these meshes that leaves something whole, because it does not divide its number."""
-    sizes = {"attention heads": model.num_attention_heads, "key heads": model.num_key_value_heads}
-    sizes["MLP columns"] = model.moe_intermediate_size or model.intermediate_size
-    sizes["ids of the vocabulary"] = model.vocab_size
-    if model.delta:
-        sizes["heads of linear attention"] = model.delta.num_value_heads
+    sizes = {
+        "attention heads": model.num_attention_heads,
+        "key heads": model.num_key_value_heads,
+        "MLP columns": model.moe_intermediate_size or model.intermediate_size,
+        "ids of the vocabulary": model.vocab_size,
+        "heads of linear attention": model.delta.num_value_heads if model.delta else 0,
+    }
     lines = []
     for tp in sorted({layout.mesh.shape["tp"] for layout in layouts}):
         whole = [f"{size:,} {name}" for name, size in sizes.items() if size % tp]
@@ -427,13 +399,14 @@ def fit_memory(
 ) -> MemoryPlan:
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
-    `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: rows of
-    an optimizer batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
-    `rollout_tp`: devices that share a copy of the sampling weights; 0: to be chosen.
+    `others`: a reference, the base below adapters. `most_rows`: rows of an optimizer batch on a device.
+    `num_sampled_rows`, `rollout_tp`: 0 to have them chosen. `schedule`: when rows are sampled.
     """
     sizes = measure_sizes(config, model, layout, state, others, row_length, schedule, rollout_tp)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
+
+    limit = (sizes.held + sizes.available) // 2 if schedule == BESIDE else sizes.available  # rows get half of the rest
 
     def update(remat: str, num_tokens: int) -> int:
         """Returns the bytes of the largest micro-batch."""
@@ -442,16 +415,15 @@ def fit_memory(
 
     def fitting_tokens(remat: str) -> int:
         """Returns the largest power of two that fits, `plenty` at most; 0: not even one row does."""
-        num_choices = (plenty // row_length).bit_length()
-        choices = (plenty >> i for i in range(num_choices))
-        return next((n for n in choices if update(remat, n) < sizes.update_limit), 0)
+        choices = (plenty >> i for i in range((plenty // row_length).bit_length()))
+        return next((n for n in choices if update(remat, n) < limit), 0)
 
     choices = ["none", "dots", "full"] if config.remat == "auto" else [config.remat]
     requested = min(config.tokens_per_microbatch or enough, plenty)
     remat = next((remat for remat in choices if fitting_tokens(remat) >= requested), choices[-1])
     num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
     num_bytes = update(remat, num_tokens)
-    room = sizes.sampling_room(num_bytes)
+    room = max(0, sizes.available - sizes.without_rows(num_bytes))
     num_rows = num_sampled_rows or min(rows_that_fit(room, model, sizes.rollout, row_length), FEW_ROWS)
     notes = describe_whole(model, layout, sizes.rollout)
     num_sums = -(-most_rows * row_length // num_tokens)
@@ -477,7 +449,7 @@ def describe_memory(
         f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
     if sampling > sizes.available:
-        fitting = sizes.sampling_room(update) // sizes.kv_row
+        fitting = max(0, sizes.available - sizes.without_rows(update)) // sizes.kv_row
         advice = (
             f"the KV cache of {num_sampled_rows} rows x {row_length} tokens will not fit when all are long: lower "
             f"--inference_batch_per_device to {fitting}"

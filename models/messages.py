@@ -1,5 +1,6 @@
 """Messages of a conversation as chat templates read them: checked, with calls of tools, and tools announced."""
 
+import contextlib
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -57,19 +58,19 @@ def readable(message: Message) -> dict[str, Any]:
 
 def readable_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a call of a tool in OpenAI's form, its arguments as an object. Raises: UserError for another form."""
-    arguments = None
-    match call:
-        case {"function": {"name": str(), "arguments": str(text)}}:
-            try:
-                arguments = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                reason = f"{reprlib.repr(text)}, not JSON ({describe_error(error)})"
-                raise UserError(f"tool_calls has the arguments {reason}: write an object") from error
-        case {"function": {"name": str(), "arguments": given}}:
-            arguments = given
-    if not isinstance(arguments, Mapping):
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not (isinstance(arguments, Mapping) and isinstance(function.get("name"), str)):
         raise UserError(f"tool_calls has {reprlib.repr(call)}: write {CALL}")
-    return {**call, "function": {**call["function"], "arguments": dict(arguments)}}
+    return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+def tool_schema(tool: Tool) -> Schema:
+    """Returns the JSON schema of a tool. Raises: UserError for a function without type hints or a docstring for one."""
+    return tool if isinstance(tool, Mapping) else schema_of(tool)
 
 
 @lru_cache(maxsize=1024)
@@ -85,11 +86,6 @@ def schema_of(function: Callable[..., object]) -> Schema:
             f"the tool {name} cannot be announced ({describe_error(error)}): write type hints, and a docstring that "
             "describes it and, below Args:, each argument"
         ) from error
-
-
-def tool_schema(tool: Tool) -> Schema:
-    """Returns the JSON schema of a tool. Raises: UserError for a function without type hints or a docstring for one."""
-    return tool if isinstance(tool, Mapping) else schema_of(tool)
 
 
 def announce(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[Message]:

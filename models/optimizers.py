@@ -15,12 +15,9 @@ from utils.settings.options import option
 
 VOCABULARY = {EMBED: "embedding_lr", HEAD: "unembedding_lr"}
 NOUNS = {
-    "matrix_lr": "matrices",
-    "embedding_lr": "the embedding",
-    "unembedding_lr": "the head",
-    "lr": "the rest",
+    "matrix_lr": "matrices", "embedding_lr": "the embedding", "unembedding_lr": "the head", "lr": "the rest",
     "critic_lr": "the critic",
-}
+}  # fmt: skip
 ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [..., out, in]
 
 
@@ -181,29 +178,16 @@ def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.G
 
 
 def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
-    """Returns in one line the optimizer of each kind of parameters, their numbers and peak learning rates."""
-    is_muon = config.optimizer == "muon"
+    """Returns in one line the optimizer, and the number and peak learning rate of each kind of parameters."""
+    nouns = NOUNS if config.optimizer == "muon" else NOUNS | {"lr": "parameters"}
     sizes, peaks = Counter(), {}
     for path, x in jax.tree.leaves_with_path(params):
-        name = rate_name(path, x) if is_muon or path[0].key == CRITIC else "lr"
+        name = rate_name(path, x) if config.optimizer == "muon" or path[0].key == CRITIC else "lr"
         if path[0].key in VOCABULARY and not config.train_vocab:
             name = "frozen"
         sizes[name] += x.size
-        if name != "frozen":
-            factor = width_factor(x) if name in VOCABULARY.values() else 1.0
-            peaks[name] = f"{factor * getattr(config, name):.3g}"
-    nouns = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
-    if is_muon:
-        others = ", ".join(nouns[1:])
-        text = f"Muon for {nouns[0]}" + (f", AdamW for {others}" if others else "")
-    else:
-        text = f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
-        text += f", AdamW for {nouns[-1]}" if CRITIC in params else ""
-    text += f", {config.lr_schedule}"
-    if config.warmup_steps:
-        text += f" after {config.warmup_steps} steps of warm-up"
-    if "embedding_lr" in sizes and HEAD not in params:
-        text += "; the tied embedding takes the embedding rate"
-    if "frozen" in sizes:
-        text += f"; {sizes['frozen']:,} frozen"
-    return text
+        peaks[name] = getattr(config, name, 0) * (width_factor(x) if name in VOCABULARY.values() else 1)
+    groups = [f"{noun} ({sizes[name]:,}) at {peaks[name]:.3g}" for name, noun in nouns.items() if name in sizes]
+    warmup = f" after {config.warmup_steps} steps of warm-up" if config.warmup_steps else ""
+    frozen = f"; {sizes['frozen']:,} parameters frozen" if "frozen" in sizes else ""
+    return f"{config.optimizer} for {', '.join(groups)}, {config.lr_schedule}{warmup}{frozen}"

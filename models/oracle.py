@@ -1,14 +1,13 @@
-"""The oracle of a run's start: its prompts and conversations, compared with transformers' rendering.
+"""The oracle of a run's start: joined ids of its prompts, replies and messages, compared with `apply_chat_template`.
 
-A run joins the ids of prompts, sampled replies and the messages between them. They are compared with the ids of
-`apply_chat_template`. Two differences are allowed, and named. A system message announces tools that the chat template
-does not show. And the template may leave thinking out of earlier replies.
+Two differences are allowed, and named. A system message announces tools that the chat template does not show. And the
+template may leave thinking out of earlier replies.
 """
 
 import re
 from collections.abc import Sequence
 
-from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
+from models.messages import REPLY, Message, Schema, Tool, announce, content_of, readable, tool_schema
 from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
@@ -42,11 +41,11 @@ def check_prompt(
         has_more = {*expected[len(ids) :]} - {*tokenizer.special_ids.values()}  # more than the token that ends a text
         return compare(tokenizer, what, ids, expected if has_more else expected[: len(ids)])
     whole, notes = [*map(readable, messages)], []
-    if schemas and reference(tokenizer, whole, thinking, schemas) == reference(tokenizer, whole, thinking):
+    if schemas and tokenizer.render(whole, thinking, tools=schemas) == tokenizer.render(whole, thinking):
         whole, schemas, notes = announce(whole, schemas), [], [ANNOUNCED]
     if following:
         bridge = tokenizer.bridge(messages, following, thinking, prefix, plain, tools)
-        begun = whole.pop()["content"] if is_begun(whole) else ""
+        begun = whole.pop()["content"] if whole[-1]["role"] == REPLY else ""
         whole += [{"role": REPLY, "content": begun + prefix + TURN}, *map(readable, following)]
     expected = reference(tokenizer, whole, thinking, schemas, prefix)
     if following:
@@ -77,14 +76,9 @@ def reference(
     prefix: str = "",
     is_open: bool = True,
 ) -> list[int]:
-    """Returns the ids of transformers' apply_chat_template, with a prefix of the reply."""
-    options = {"tools": [*tools] or None, "assistant_prefix": ""}
-    options |= {} if thinking is None else {"enable_thinking": thinking}
-    options["continue_final_message" if is_begun(messages) else "add_generation_prompt"] = is_open
-    if not prefix:
-        return tokenizer.hf.apply_chat_template([*messages], return_dict=False, **options)
-    text = tokenizer.hf.apply_chat_template([*messages], tokenize=False, **options)
-    return tokenizer.hf(text + prefix, add_special_tokens=False)["input_ids"]
+    """Returns the ids of transformers' apply_chat_template, with a prefix of the reply: those of one whole text."""
+    text = tokenizer.render(messages, thinking, is_open, tools) + prefix
+    return tokenizer.hf(text, add_special_tokens=False)["input_ids"]
 
 
 def compare(tokenizer: Tokenizer, what: str, ids: Sequence[int], expected: Sequence[int]) -> list[str]:
@@ -95,15 +89,15 @@ def compare(tokenizer: Tokenizer, what: str, ids: Sequence[int], expected: Seque
     if found != wanted and differs_by_thinking(found, wanted):
         return [DROPPED]
     place = next((i for i, pair in enumerate(zip(ids, expected, strict=False)) if len({*pair}) > 1), len(ids))
-    shown = []
-    for name, x in (("here", ids), ("apply_chat_template", expected)):
-        start = max(0, place - AROUND)
-        parts = (tokenizer.hf.decode(part) for part in (x[start:place], x[place : place + AROUND]))
-        shown.append(f"{name}: {' >>> '.join(map(repr, parts))}")
+    start, end = max(0, place - AROUND), place + AROUND
+    here, theirs = (
+        " >>> ".join(repr(tokenizer.hf.decode(part)) for part in (x[start:place], x[place:end]))
+        for x in (ids, expected)
+    )
     raise UserError(
         f"{what} differs from what transformers makes of the same messages, from token {place} on:\n"
-        + "\n".join(shown)
-        + "\nuse the chat template that the model was published with, or leave it out by --env_options plain=true"
+        f"here: {here}\napply_chat_template: {theirs}\n"
+        "use the chat template that the model was published with, or leave it out by --env_options plain=true"
     )
 
 

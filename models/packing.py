@@ -116,9 +116,7 @@ def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S
     """Returns the entries of the packed tokens in an array of heads over rows; without a packing the array."""
     if packing is None:
         return x
-    rows = by_shard(x, packing)
-    numbers = by_shard(packing.numbers, packing)
-    packed = jax.vmap(move)(rows, packing.indices, numbers)
+    packed = jax.vmap(move)(by_shard(x, packing), packing.indices, by_shard(packing.numbers, packing))
     return constrain(packed, "rows", None, "heads")
 
 
@@ -131,11 +129,14 @@ def unpack(
     """
     if packing is None:
         return x
-    numbers = by_shard(packing.numbers, packing)
-    rows = jax.vmap(move)(x, numbers, packing.indices)
-    rows = rows.reshape(*packing.numbers.shape, *x.shape[2:])
-    rows = constrain(rows, "rows", None, "heads")
+    rows = constrain(to_rows(x, packing), "rows", None, "heads")
     return share_prompts(rows, packing) if with_shared else rows
+
+
+def to_rows(x: Shaped[Array, "S M ..."], packing: Packing) -> Shaped[Array, "B T ..."]:
+    """Returns packed tokens in the columns of their rows, 0 elsewhere."""
+    rows = jax.vmap(move)(x, by_shard(packing.numbers, packing), packing.indices)
+    return rows.reshape(*packing.numbers.shape, *x.shape[2:])
 
 
 def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Array, "B T ..."]:
@@ -148,8 +149,7 @@ def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Arra
     is_first = jax.nn.one_hot(first_rows, first_rows.shape[1], dtype=rows.dtype)
     of_shards = rows.reshape(num_shards, -1, *rows.shape[1:])
     copies = jnp.einsum("sij,sj...->si...", is_first, of_shards, precision=jax.lax.Precision.HIGHEST)
-    is_own = packing.numbers != NOWHERE
-    is_own = is_own.reshape(*is_own.shape, *[1] * (rows.ndim - 2))
+    is_own = jnp.expand_dims(packing.numbers != NOWHERE, range(2, rows.ndim))
     return jnp.where(is_own, rows, copies.reshape(rows.shape))
 
 
@@ -164,17 +164,11 @@ def target_columns(
     """Returns an array's entries of the tokens after packed ones."""
     if packing is None:
         return x[:, 1:]
-    next_indices = packing.indices + 1
-    return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_indices)
+    return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), packing.indices + 1)
 
 
-def to_token_columns(outputs: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+def to_token_columns(outputs: Shaped[Array, "S M ..."], packing: Packing | None) -> Shaped[Array, "B T ..."]:
     """Returns the output of each target token in its own column; 0 for tokens that are no targets."""
     if packing is not None:
-        numbers = by_shard(packing.numbers, packing)
-        outputs = jax.vmap(move)(outputs, numbers, packing.indices)
-        outputs = outputs.reshape(*packing.numbers.shape, *outputs.shape[2:])
-        outputs = outputs[:, :-1]
-    padding = [(0, 0)] * outputs.ndim
-    padding[1] = (1, 0)
-    return jnp.pad(outputs, padding)
+        outputs = to_rows(outputs, packing)[:, :-1]
+    return jnp.pad(outputs, [(0, 0), (1, 0), *[(0, 0)] * (outputs.ndim - 2)])

@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,15 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder
 from models.families import module_names, tensor_name
-from models.files import (
-    ADAPTER_CONFIG,
-    Shape,
-    check_names,
-    expert_tensors,
-    layer_tensor,
-    new_folder,
-    write_tensors,
-)
+from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder, write_tensors
 from models.lora import LoraConfig, adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer, read_json
@@ -29,7 +21,6 @@ from utils.settings.errors import UserError
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-MERGE = "merge it by peft (merge_and_unload, save_pretrained), and name the merged model"
 # Fields of adapter_config.json that do not change what the tensors of nn.Linear compute, or are read elsewhere. Any
 # other field of peft, and of its later releases, is refused unless it is null, false, empty, or in SUPPORTED.
 READ_OR_UNUSED = {
@@ -62,11 +53,6 @@ class AdapterConfig(NamedTuple):
     shapes: dict[str, Shape]  # shapes of the tensors
 
     @property
-    def has_experts(self) -> bool:
-        """True if experts of an MoE model have adapters."""
-        return any(".experts." in name for name in self.factors)
-
-    @property
     def options(self) -> dict[str, int | float | str]:
         """Settings for continued training of these adapters."""
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
@@ -74,35 +60,43 @@ class AdapterConfig(NamedTuple):
     def check_options(self, given: Mapping[str, object]) -> None:
         """Raises UserError if settings that were given differ from the adapters' own; an int8 base may be chosen."""
         for name, value in self.options.items():
-            wrong = given.get(name, value)
-            if wrong not in (value, "int8"):
-                both = f"--{name} {value}, and --{name} {wrong} was given"
+            if given.get(name, value) not in (value, "int8"):
                 raise UserError(
-                    f"{self.folder} holds adapters of {both}: give the value of the adapters, or leave the option out"
+                    f"{self.folder} holds adapters of --{name} {value}, and --{name} {given[name]} was given: give the "
+                    "value of the adapters, or leave the option out"
                 )
 
     def settle(self, config: LoraConfig) -> LoraConfig:
         """Returns the settings, with the adapters' own values instead of defaults. Raises: as `check_options`."""
         given = {name: x for name, x in vars(config).items() if x != getattr(LoraConfig, name)}
         self.check_options(given)
-        return LoraConfig(**(vars(config) | self.options | {name: given[name] for name in given}))
+        return LoraConfig(**(vars(config) | self.options | given))
 
 
-def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads adapter_config.json, and the names and shapes of the tensors.
+def read_adapters(folder: Path) -> AdapterConfig | None:
+    """Reads a folder's adapter_config.json, and the names and shapes of its tensors; None if it holds a model.
 
     Raises: UserError if they are malformed, or a field has a value that is not supported.
     """
-    file = folder / ADAPTER_CONFIG
+    file, weights = folder / ADAPTER_CONFIG, folder / WEIGHTS
+    if not file.is_file():
+        return None
     config = read_json(file)
     for name, value in config.items():
         is_off = value in (None, False, "", [], {})
         if not (name in READ_OR_UNUSED or is_off or value in SUPPORTED.get(name, ())):
-            raise UserError(f"{file}: {name} {reprlib.repr(value)} is not supported: {MERGE}")
+            raise UserError(
+                f"{file}: {name} {reprlib.repr(value)} is not supported: merge it by peft (merge_and_unload, "
+                "save_pretrained), and name the merged model"
+            )
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not (config.get("peft_type") and base and rank and alpha):
         raise UserError(f"{file} lacks peft_type, base_model_name_or_path, r or lora_alpha: export it again")
-    shapes = read_shapes(folder)
+    try:
+        with safe_open(weights, "np") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{weights} cannot be read ({error}): copy it again, or save a .bin file by peft") from error
     power = 0.5 if config.get("use_rslora") else 1.0  # the scale is divided by this power of the rank
     patterns = config.get("alpha_pattern") or {}
     largest, factors = 0, {}
@@ -114,7 +108,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             largest = max(largest, shape[0])
             factors[matrix] = next(own, alpha) / alpha * (rank / shape[0]) ** power
     if not factors:
-        raise UserError(f"{folder / WEIGHTS} has no tensor that ends in {LORA_A}: export it again")
+        raise UserError(f"{weights} has no tensor that ends in {LORA_A}: export it again")
     return AdapterConfig(
         folder=folder,
         base=base,
@@ -126,23 +120,6 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     )
 
 
-def read_shapes(folder: Path) -> dict[str, Shape]:
-    """Returns the shapes of the tensors of adapters. Raises: UserError if the file cannot be read."""
-    file = folder / WEIGHTS
-    if not file.is_file():
-        raise UserError(f"{folder} has no file {WEIGHTS}: copy it again, or, from a .bin file, save it by peft")
-    try:
-        with safe_open(file, "np") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    except SafetensorError as error:
-        raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
-
-
-def read_adapters(folder: Path) -> AdapterConfig | None:
-    """Returns the settings of a folder's adapters, None if it holds a model. Raises: as `read_adapter_config`."""
-    return read_adapter_config(folder) if (folder / ADAPTER_CONFIG).is_file() else None
-
-
 def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     """Loads the adapters of a PEFT folder, float32, on the host; missing ones are zeros, which stay zeros.
 
@@ -152,29 +129,26 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     folder = config.folder
     stored = stored_names(config, model)
     table = adapter_table(model, config.rank)
-    names = {name: peft_names(model, layers, name) for name, layers in adapter_layers(model).items()}
-    every = {tensor for stacked in names.values() for tensor in stacked}
-    matrices = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in stored}
-    halves = {matrix + part for matrix in matrices for part in (LORA_A, LORA_B)}
-    check_names(folder, "has the unknown tensor", stored.keys() - every, "adapters of the matrices of layers are read")
-    check_names(folder, "lacks tensor", halves - stored.keys(), "copy it again")
     adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
+    places = {}  # the matrix of a layer, or of an expert, by the name of its tensor
+    for name, tensors in peft_names(model).items():
+        places |= zip(tensors, adapters[name].reshape(-1, *table[name].shape[-2:]), strict=True)
+    halves = {matrix_of(name) + part for name in stored for part in (LORA_A, LORA_B)}
+    check_names(folder, "has the unknown tensor", stored.keys() - places, "adapters of the matrices of layers are read")
+    check_names(folder, "lacks tensor", halves - stored.keys(), "copy it again")
     with safe_open(folder / WEIGHTS, "np") as tensors:
-        for name, stacked in names.items():
-            matrices_of_layers = adapters[name].reshape(-1, *table[name].shape[-2:])
-            for matrix_of_layer, tensor in zip(matrices_of_layers, stacked, strict=True):
-                if tensor not in stored:
-                    continue
-                x = tensors.get_tensor(stored[tensor]).astype(np.float32)
-                is_A = tensor.endswith(LORA_A)
-                own = matrix_of_layer[: x.shape[0]] if is_A else matrix_of_layer[:, : x.shape[-1]]
-                if x.shape != own.shape:
-                    message = f"{folder}: {tensor} has shape {x.shape}, but the base makes it {own.shape}"
-                    raise UserError(f"{message}: name the base of these adapters")
-                if not np.isfinite(x).all():
-                    raise UserError(f"{folder}: {tensor} holds NaN or infinity: copy it again, or train it again")
-                matrix = stored[tensor].removesuffix(LORA_A).removesuffix(LORA_B)
-                own[:] = x if is_A else x * config.factors[matrix]
+        for name, tensor in stored.items():
+            x = tensors.get_tensor(tensor).astype(np.float32)
+            is_A = name.endswith(LORA_A)
+            own = places[name][: x.shape[0]] if is_A else places[name][:, : x.shape[-1]]
+            if x.shape != own.shape:
+                raise UserError(
+                    f"{folder}: {tensor} has shape {x.shape}, but the base makes it {own.shape}: name the base of "
+                    "these adapters"
+                )
+            if not np.isfinite(x).all():
+                raise UserError(f"{folder}: {tensor} holds NaN or infinity: copy it again, or train it again")
+            own[:] = x if is_A else x * config.factors[matrix_of(tensor)]
     return adapters
 
 
@@ -189,25 +163,20 @@ def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
     return {PREFIX * tensor.startswith(PREFIX) + name: tensor for tensor, name in names.items() if name}
 
 
-def adapter_layers(model: Decoder) -> dict[str, list[int]]:
-    """Returns the numbers of the layers in each array of adapters."""
-    return {name + part: layers for name, layers in adapted_layers(model).items() for part in (LORA_A, LORA_B)}
+def matrix_of(name: str) -> str:
+    """Returns the name of the matrix that a tensor adapts, without its ".weight"."""
+    return name.removesuffix(LORA_A).removesuffix(LORA_B)
 
 
-def peft_name(i: int, name: str) -> str:
-    """Returns the name in PEFT's file of the adapter of layer number `i`, over a model without images."""
-    return PREFIX + layer_tensor(i, name)
-
-
-def peft_names(model: Decoder, layers: list[int], name: str) -> list[str]:
-    """Returns the names in PEFT's file of an array of adapters: a tensor of each layer, or of each of its experts.
-
-    peft stacks the tensors of experts if transformers stacks their matrices.
-    """
-    names = [peft_name(i, name) for i in layers]
-    if EXPERT not in name:
-        return names
-    return [tensor for stacked in names for tensor in expert_tensors(stacked, model.num_experts)]
+def peft_names(model: Decoder) -> dict[str, list[str]]:
+    """Returns the names in PEFT's file of each array of adapters: a tensor of each layer, or of each of its experts."""
+    found = {}
+    for name, layers in adapted_layers(model).items():
+        for part in (LORA_A, LORA_B):
+            tensors = [PREFIX + layer_tensor(i, name + part) for i in layers]
+            num_experts = model.num_experts if EXPERT in name else 1
+            found[name + part] = [x for tensor in tensors for x in expert_tensors(tensor, num_experts)]
+    return found
 
 
 def save_adapters(
@@ -226,21 +195,24 @@ def save_adapters(
     arguments are as in `save_model`.
     """
     arrays = {}
-    for name, layers in adapter_layers(model).items():
+    for name, tensors in peft_names(model).items():
         stacked = np.asarray(fetch(adapters[name]))
-        of_layers = stacked.reshape(-1, *stacked.shape[-2:])
-        arrays |= dict(zip(peft_names(model, layers, name), of_layers, strict=True))
+        arrays |= zip(tensors, stacked.reshape(-1, *stacked.shape[-2:]), strict=True)
     if not write:
         return
-    every = {name.removesuffix(LORA_A) for name in arrays if name.endswith(LORA_A)}
-    matrices = {name for name in every if arrays[name + LORA_A].any() or arrays[name + LORA_B].any()} or every
-    arrays = {name: x for name, x in arrays.items() if name.removesuffix(LORA_A).removesuffix(LORA_B) in matrices}
-    modules = target_modules(matrices, every - matrices)
+    every = {*map(matrix_of, arrays)}
+    matrices = {matrix_of(name) for name, x in arrays.items() if x.any()} or every
+    arrays = {name: x for name, x in arrays.items() if matrix_of(name) in matrices}
+    ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, every - matrices))
+    modules = sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)
+    if model.has_images:  # a pattern for the modules that are not of images
+        texts = "|".join(re.escape(module.removeprefix("model.")) for module in modules)
+        modules = rf"(?!.*{IMAGES})(.*\.)?({texts})"
     config = FIXED | {
         "base_model_name_or_path": base,
         "r": next(x.shape[0] for name, x in arrays.items() if name.endswith(LORA_A)),
         "lora_alpha": model.lora_alpha,
-        "target_modules": text_modules(modules) if model.has_images else modules,
+        "target_modules": modules,
     }
     names = {name: module_names(model, name.removeprefix(PREFIX)) for name in arrays}
     arrays = {PREFIX + stored: arrays[name] for name, every_name in names.items() for stored in every_name}
@@ -248,15 +220,3 @@ def save_adapters(
         write_json(new / ADAPTER_CONFIG, config | ({"base_dtype": model.base_dtype} if model.base_dtype else {}))
         shapes = {name: x.shape for name, x in arrays.items()}
         write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())
-
-
-def target_modules(matrices: set[str], others: set[str]) -> list[str]:
-    """Returns PEFT's `target_modules`: the ends of the matrices' names, or whole names if others end alike."""
-    ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, others))
-    return sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)
-
-
-def text_modules(modules: Sequence[str]) -> str:
-    """Returns PEFT's pattern for modules with these names or ends of names that are not of images."""
-    ends = "|".join(re.escape(module.removeprefix("model.")) for module in modules)
-    return rf"(?!.*{IMAGES})(.*\.)?({ends})"

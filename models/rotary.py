@@ -32,25 +32,19 @@ class Scaling(NamedTuple):
         return 1 + 0.1 * math.log(self.factor) if self.rope_type == "yarn" and self.factor > 1 else 1.0
 
 
-class Rotary(NamedTuple):
-    """Wavelengths of a rotary embedding: they grow from 2 pi to 2 pi `theta`."""
+def frequencies(theta: float, scaling: Scaling | None, num_channels: int) -> Float[Array, "R"]:
+    """Returns the radians by which each pair of channels is rotated from one position to the next.
 
-    theta: float
-    scaling: Scaling | None = None
-
-
-def frequencies(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
-    """Returns the radians by which each pair of channels is rotated from one position to the next."""
-    exponents = -jnp.arange(0, num_channels, 2) / num_channels
-    radians = rotary.theta**exponents
-    if rotary.scaling is None:
+    Wavelengths grow from 2 pi to 2 pi `theta`.
+    """
+    radians = theta ** (-jnp.arange(0, num_channels, 2) / num_channels)
+    if scaling is None:
         return radians
-    scaling = rotary.scaling
     slower = radians / scaling.factor
     if scaling.rope_type == "linear":
         return slower
     if scaling.rope_type == "yarn":
-        share = yarn_share(rotary, num_channels)
+        share = yarn_share(theta, scaling, num_channels)
     else:  # llama3: by how often a wave fits into the original context; source: apply_scaling of llama-models
         num_waves = scaling.original_max_position_embeddings * radians / (2 * math.pi)
         share = (num_waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -58,13 +52,12 @@ def frequencies(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
     return (1 - share) * slower + share * radians
 
 
-def yarn_share(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
+def yarn_share(theta: float, scaling: Scaling, num_channels: int) -> Float[Array, "R"]:
     """Returns how much of each frequency is kept: a ramp over whole channels. Source: arXiv 2309.00071, section 3.2."""
-    scaling = rotary.scaling
 
     def channel(num_waves: float) -> float:
         wave = scaling.original_max_position_embeddings / (num_waves * 2 * math.pi)
-        return num_channels * math.log(wave) / (2 * math.log(rotary.theta))
+        return num_channels * math.log(wave) / (2 * math.log(theta))
 
     first = max(math.floor(channel(scaling.beta_fast)), 0)
     last = min(math.ceil(channel(scaling.beta_slow)), num_channels - 1)
@@ -72,25 +65,22 @@ def yarn_share(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
     return 1 - jnp.clip(ramp, 0.0, 1.0)
 
 
-def rotary_angles(rotary: Rotary, num_channels: int, positions: Int[Array, "*B T"]) -> Angles:
+def rotary_angles(
+    theta: float, scaling: Scaling | None, num_channels: int, positions: Int[Array, "*B T"]
+) -> Angles:
     """Returns cosines and sines that rotate the heads of tokens at these positions."""
-    angles = positions[..., None, None] * frequencies(rotary, num_channels)
+    angles = positions[..., None, None] * frequencies(theta, scaling, num_channels)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if rotary.scaling and rotary.scaling.magnitude != 1:
-        cos, sin = cos * rotary.scaling.magnitude, sin * rotary.scaling.magnitude
-    return jax.lax.platform_dependent(cos, sin, cpu=multiply_by_one, default=keep)
-
-
-def keep(*angles: Array) -> Angles:
-    """Returns the angles behind a barrier: no layer computes them again."""
-    return jax.lax.optimization_barrier(angles)
-
-
-def multiply_by_one(*angles: Array) -> Angles:
-    """Returns the angles out of a product: XLA:CPU moves others into every head of every layer, barrier or not."""
-    one = jnp.eye(angles[0].shape[-1])
-    cos, sin = [jnp.matmul(x, one, precision="highest") for x in angles]
-    return cos, sin
+    if scaling and scaling.magnitude != 1:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    one = jnp.eye(cos.shape[-1])
+    return jax.lax.platform_dependent(  # no layer computes them again
+        cos,
+        sin,
+        # Out of a product: XLA:CPU moves others into every head of every layer, barrier or not.
+        cpu=lambda *angles: tuple(jnp.matmul(x, one, precision="highest") for x in angles),
+        default=lambda *angles: jax.lax.optimization_barrier(angles),
+    )
 
 
 def apply_rotary(x: Float[Array, "B T H C"], angles: Angles | None) -> Float[Array, "B T H C"]:

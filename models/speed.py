@@ -41,10 +41,8 @@ def training_flops(
 ) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter; for the head, 6 for each
-    of `num_targets` tokens. Parameters without a gradient, below adapters, count 4. Causal attention of rows of these
-    lengths is added. A token of linear attention makes three products with the memory: it reads the old value, writes
-    the new one, and reads the output. A critic is a second trunk.
+    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, 4 below adapters; for the
+    head, for each of `num_targets`. A token of linear attention makes three products with the memory.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim

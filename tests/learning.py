@@ -19,17 +19,9 @@ from utils.devices.sharding import Layout, single_device
 from utils.settings.config import make_config, with_options
 
 G = 4
+BATCH = {"groups_per_batch": 2, "group_size": G, "ppo_minibatch": 4, "ppo_epochs": 2, "max_resampling": 3.0}
 CONFIG = make_config(
-    Config,
-    advantage="group_mean",
-    entropy_coef=0.02,
-    temperature=0.8,
-    groups_per_batch=2,
-    group_size=G,
-    ppo_minibatch=4,
-    ppo_epochs=2,
-    num_generation_tokens=50,
-    max_resampling=3.0,
+    Config, advantage="group_mean", entropy_coef=0.02, temperature=0.8, num_generation_tokens=50, **BATCH
 )
 DISTRIBUTION = CONFIG.sampling.distribution
 SGD = optax.sgd(1.0)
@@ -73,16 +65,8 @@ def make_learner(
 ) -> Learner:
     layout = layout or single_device()
     config = with_options(config, **options)
-    model = replace(MODEL, mesh=layout.mesh)
     num_tokens = config.sampling.num_generation_tokens
-    return Learner(
-        model=model,
-        optimizer=optimizer,
-        layout=layout,
-        config=config,
-        num_generation_tokens=num_tokens,
-        tokens_per_microbatch=tokens_per_microbatch,
-    )
+    return Learner(replace(MODEL, mesh=layout.mesh), optimizer, layout, config, num_tokens, tokens_per_microbatch)
 
 
 def first_state(learner: Learner) -> TrainState:

@@ -57,20 +57,9 @@ class Handler(BaseHTTPRequestHandler):
             content = file.read_bytes()
             return self.respond(200, content, ETag=f'"{digest(content.decode("latin-1"))}"', X_Repo_Commit=commit)
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        answer = {
-            "id": f"{owner}/{name}",
-            "sha": commit,
-            "siblings": [{"rfilename": name} for name in names],
-        }
+        answer = {"id": f"{owner}/{name}", "sha": commit, "siblings": [{"rfilename": name} for name in names]}
         if rest[:1] == ["tree"]:
-            answer = [
-                {
-                    "type": "file",
-                    "path": name,
-                    "oid": digest(name),
-                }
-                for name in names
-            ]
+            answer = [{"type": "file", "path": name, "oid": digest(name)} for name in names]
             answer = [entry | {"size": (folder / entry["path"]).stat().st_size} for entry in answer]
         return self.respond(200, json.dumps(answer).encode(), Content_Type="application/json")
 
@@ -84,11 +73,7 @@ def local_hub(root: Path, asked: list[str]) -> Iterator[Mapping[str, str]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        home = {
-            "HF_HOME": str(root / "cache"),
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_OFFLINE": "0",
-        }
+        home = {"HF_HOME": str(root / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
         yield os.environ | home | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
     finally:
         server.shutdown()

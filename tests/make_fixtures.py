@@ -43,12 +43,7 @@ LENGTHS, NUM_NEW = (9, 4, 1), 12  # tokens of the prompts, and of each completio
 MIN_GAP = 1e-3  # between the two likeliest tokens of a greedy step: the choice must not hang on rounding
 MIN_ROUTER_GAP = 1e-4  # between the probabilities of the last expert that a token is sent to and of the next one
 
-BASE = {  # positions for prompts of any environment
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.25,
-    "max_position_embeddings": 4096,
-}
+BASE = {"intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.25, "max_position_embeddings": 4096}
 LLAMA3 = {  # a context short enough that frequencies of all three kinds are tested
     "rope_type": "llama3",
     "factor": 8.0,
@@ -56,11 +51,8 @@ LLAMA3 = {  # a context short enough that frequencies of all three kinds are tes
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 SHORT = {"max_position_embeddings": 128}  # the factor times those before it, by which transformers 4 scales
 HYBRID = {  # rotated: a quarter of the channels of a head; layers of attention: every fourth
     "num_hidden_layers": 4,
@@ -71,33 +63,27 @@ HYBRID = {  # rotated: a quarter of the channels of a head; layers of attention:
     "rope_theta": 1e3,
     "rope": {"partial_rotary_factor": 0.25},
 }
-VISION = {
-    "depth": 1,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_heads": 1,
-    "out_hidden_size": 32,
-    "patch_size": 2,
-}
-SIGLIP = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "image_size": 4,
-    "patch_size": 2,
-}
+IMAGE = {"hidden_size": 8, "intermediate_size": 8, "patch_size": 2}
+VISION = IMAGE | {"depth": 1, "num_heads": 1, "out_hidden_size": 32}
+SIGLIP = IMAGE | {"num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 4}
 WRAPPED = {  # with images: fields beside those of the text model
     Qwen3_5Config: {"vision_config": VISION},
     Gemma3Config: {"vision_config": SIGLIP, "mm_tokens_per_image": 1},
 }
 WINDOWS = {"sliding_window": 5, "num_hidden_layers": 4}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+TIED = {"tie_word_embeddings": True}
+FEW_EXPERTS = {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 3}
+REST = {
+    "num_hidden_layers": 5, "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+    "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+WIDE_VALUES = {
+    "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 16,
+    "rope": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+WRAPPED_GEMMA3 = {"num_hidden_layers": 6, "intermediate_size": 24, "pattern": 6}  # which its config.json leaves out
 SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, other fields)
     "qwen3-tied": (Qwen3Config, 32, 4, 2, 8, {"tie_word_embeddings": True}),
     "qwen3-wide-heads": (Qwen3Config, 24, 3, 1, 16, {"num_hidden_layers": 3}),
@@ -108,83 +94,24 @@ SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, oth
     "qwen2-deep": (Qwen2Config, 16, 2, 2, 8, {"num_hidden_layers": 5, "intermediate_size": 24}),
     "llama-scaled": (LlamaConfig, 32, 4, 2, 8, {"tie_word_embeddings": True, "rope": LLAMA3} | SHORT),
     "llama-untied": (LlamaConfig, 48, 6, 1, 8, {"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
-    "llama-linear": (LlamaConfig, 24, 3, 3, 8, {"rope": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-linear": (LlamaConfig, 24, 3, 3, 8, {"rope": LINEAR}),
     "smollm3-tied": (SmolLM3Config, 32, 4, 2, 8, {"num_hidden_layers": 4, "rope_theta": 5e4}),
     "smollm3-rest": (SmolLM3Config, 24, 3, 1, 8, {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
     "smollm3-untied": (SmolLM3Config, 32, 2, 2, 16, {"tie_word_embeddings": False, "no_rope_layers": [0, 1]}),
     "gemma3-tied": (Gemma3TextConfig, 32, 4, 2, 8, WINDOWS | {"query_pre_attn_scalar": 16, "pattern": 2}),
     "gemma3-rest": (Gemma3TextConfig, 24, 3, 1, 16, WINDOWS | {"num_hidden_layers": 5, "pattern": 3}),
-    "gemma3-linear": (
-        Gemma3TextConfig,
-        40,
-        4,
-        4,
-        8,
-        WINDOWS | {"pattern": 4, "rope": {"rope_type": "linear", "factor": 8.0}},
-    ),
+    "gemma3-linear": (Gemma3TextConfig, 40, 4, 4, 8, WINDOWS | {"pattern": 4, "rope": LINEAR | {"factor": 8.0}}),
     "olmo3-yarn": (Olmo3Config, 32, 4, 2, 8, WINDOWS | {"pattern": 4, "rope": YARN, "rope_theta": 5e5} | SHORT),
     "olmo3-rest": (Olmo3Config, 24, 3, 1, 8, WINDOWS | {"num_hidden_layers": 5, "pattern": 2}),
     "olmo3-tied": (Olmo3Config, 32, 2, 2, 16, WINDOWS | {"pattern": 3, "tie_word_embeddings": True}),
     "qwen3moe-untied": (Qwen3MoeConfig, 32, 4, 2, 8, EXPERTS | {"rope_theta": 1e6}),
-    "qwen3moe-tied": (
-        Qwen3MoeConfig,
-        24,
-        3,
-        1,
-        8,
-        EXPERTS | {"tie_word_embeddings": True, "norm_topk_prob": False, "num_experts": 5},
-    ),
-    "qwen3moe-sharded": (
-        Qwen3MoeConfig,
-        16,
-        2,
-        2,
-        8,
-        EXPERTS | {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 3},
-    ),
-    "qwen3_5-tied": (Qwen3_5TextConfig, 32, 4, 2, 16, HYBRID | {"tie_word_embeddings": True}),
-    "qwen3_5-rest": (
-        Qwen3_5TextConfig,
-        24,
-        3,
-        1,
-        16,
-        HYBRID
-        | {
-            "num_hidden_layers": 5,
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 3,
-            "linear_value_head_dim": 4,
-            "linear_conv_kernel_dim": 3,
-        },
-    ),
-    "qwen3_5-wide-values": (
-        Qwen3_5TextConfig,
-        40,
-        2,
-        2,
-        8,
-        HYBRID
-        | {
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 4,
-            "linear_value_head_dim": 16,
-            "rope": {"partial_rotary_factor": 0.5},
-        },
-    ),
-    "qwen3_5-images": (Qwen3_5Config, 32, 4, 2, 16, HYBRID | {"tie_word_embeddings": True}),
-    "gemma3-wrapped": (  # heads and layers that its config.json leaves out
-        Gemma3Config,
-        16,
-        8,
-        4,
-        4,
-        WINDOWS | {"num_hidden_layers": 6, "intermediate_size": 24, "pattern": 6},
-    ),
+    "qwen3moe-tied": (Qwen3MoeConfig, 24, 3, 1, 8, EXPERTS | TIED | {"norm_topk_prob": False, "num_experts": 5}),
+    "qwen3moe-sharded": (Qwen3MoeConfig, 16, 2, 2, 8, EXPERTS | FEW_EXPERTS),
+    "qwen3_5-tied": (Qwen3_5TextConfig, 32, 4, 2, 16, HYBRID | TIED),
+    "qwen3_5-rest": (Qwen3_5TextConfig, 24, 3, 1, 16, HYBRID | REST),
+    "qwen3_5-wide-values": (Qwen3_5TextConfig, 40, 2, 2, 8, HYBRID | WIDE_VALUES),
+    "qwen3_5-images": (Qwen3_5Config, 32, 4, 2, 16, HYBRID | TIED),
+    "gemma3-wrapped": (Gemma3Config, 16, 8, 4, 4, WINDOWS | WRAPPED_GEMMA3),
 }
 
 
@@ -198,17 +125,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(seed: int, config_class, hidden: int, heads: int, kv_heads: int, head_dim: int, others: dict):
     """A model whose every parameter matters: normal weights, gains far from 1, biases far from 0."""
-    sizes = {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
-    sizes |= {
-        "pad_token_id": None,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }  # of a padding id there is no gradient
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}  # of a padding id there is no gradient
     fields = BASE | others
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta", 1e4)}
     scaled = rope | fields.pop("rope", {})
@@ -251,11 +169,7 @@ def as_transformers_4(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["torch_dtype"] = config.pop("dtype")
-    config |= {
-        "rope_scaling": None,
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-    }
+    config |= {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False}
     config.pop("layer_types", None)
     if "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
@@ -315,12 +229,7 @@ def expected(model, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
     if (top[..., 0] - top[..., 1]).min() <= MIN_GAP or min(gaps, default=1) <= MIN_ROUTER_GAP:
         return None
     completions = output.sequences[:, max(LENGTHS) :]
-    arrays = {
-        "tokens": tokens,
-        "prompts": prompts,
-        "starts": starts,
-        "completions": completions.numpy(),
-    }
+    arrays = {"tokens": tokens, "prompts": prompts, "starts": starts, "completions": completions.numpy()}
     return {name: x.astype(np.int32) for name, x in arrays.items()} | {"logits": logits.numpy()}
 
 
@@ -380,23 +289,14 @@ def make_folder(folder: Path, seed: int, shape: tuple) -> bool:
     return True
 
 
-ADAPTED = {
-    "lora-qwen2": ("qwen2-untied", 3),
-    "lora-qwen3": ("qwen3-tied", 2),
-    "lora-qwen3_5": ("qwen3_5-tied", 2),
-}
+ADAPTED = {"lora-qwen2": ("qwen2-untied", 3), "lora-qwen3": ("qwen3-tied", 2), "lora-qwen3_5": ("qwen3_5-tied", 2)}
 
 
 def make_adapters(folder: Path, base: str, rank: int) -> None:
     """Makes a folder of random adapters over a model."""
     torch.manual_seed(rank)
     model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32)
-    settings = LoraConfig(
-        r=rank,
-        lora_alpha=6,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
+    settings = LoraConfig(r=rank, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, settings).eval()
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
     for x in trained.values():

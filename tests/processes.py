@@ -15,12 +15,7 @@ def on_four_devices(test_file: str, call: str) -> None:
     module = ".".join(Path(test_file).relative_to(ROOT).with_suffix("").parts)
     code = f"from {module} import *; {call}"
     env = os.environ | virtual_devices(4) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -32,19 +27,11 @@ def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list
             free.bind(("localhost", 0))
             env["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free.getsockname()[1]}"
         env["JAX_NUM_PROCESSES"] = str(num_processes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = []
     for i in range(num_processes):
         own = env | {"JAX_PROCESS_ID": str(i)} if num_processes > 1 else env
-        command = [sys.executable, "-c", f"I = {i}\n{code}"]
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        processes.append(subprocess.Popen([sys.executable, "-c", f"I = {i}\n{code}"], env=own, **pipes))
     return processes
 
 

@@ -27,23 +27,8 @@ TINY = ROOT / "models" / "tiny"
 DATA = ROOT / "tests" / "fixtures" / "data"
 SHORT = ["--num_generation_tokens", "64", "--prompt_length", "2048"]  # tiny's tokens are small: prompts are long
 EVAL = [*SHORT, "--num_eval_tasks", "4", "--num_eval_samples", "2"]
-TRAIN = [
-    *EVAL,
-    "--max_steps",
-    "1",
-    "--groups_per_batch",
-    "2",
-    "--group_size",
-    "4",
-    "--ppo_minibatch",
-    "0",
-    "--inference_batch_per_device",
-    "8",
-    "--tokens_per_microbatch",
-    "0",
-    "--max_resampling",
-    "1",
-]
+TRAIN = [*EVAL, "--max_steps", "1", "--groups_per_batch", "2", "--group_size", "4", "--ppo_minibatch", "0"]
+TRAIN += ["--inference_batch_per_device", "8", "--tokens_per_microbatch", "0", "--max_resampling", "1"]
 CUT = {  # program: the flags that come last, and so win
     "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "recipes/preferences/dpo.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
@@ -61,7 +46,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"pre-commit": "needs the network",
     r"git clone|cd ": "this is a fresh clone, and its folder",
     r"make (test|readme)": "is run beside this; it would run itself",
-    r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud)|.*gcloud ": "needs a cluster",
+    r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud|kubectl|sky)|.*gcloud ": "needs a cluster",
     r"python extras/traces\.py": "needs the rollouts of a run, which the page only names",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
@@ -75,14 +60,8 @@ NOT_RUN = {  # pattern of a command: why it is not run
 def clone(folder: Path) -> None:
     """Copies what git would clone, changes that are not committed included."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(
-        listed,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, names.split("\0")):
+    listing = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listing.stdout.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -161,17 +140,8 @@ def run(name: str, block: str, folder: Path, env: dict[str, str], skipped: list[
     if not todo:
         return 0, ""
     clock = time.perf_counter()
-    pipe = subprocess.PIPE
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+    done = subprocess.run(["bash", "-c", "\n".join(script)], cwd=folder, env=env, text=True, **pipes)
     print(f"{'ok' if not done.returncode else 'FAILED':<7}{time.perf_counter() - clock:5.0f} s  {name}", flush=True)
     for command in todo:
         print(f"                {command.splitlines()[0]}", flush=True)
@@ -219,13 +189,7 @@ def blocks(page: str, text: str, folder: Path) -> Iterator[tuple[str, str]]:
         if language == "diff":
             for options, diff in ((["-R"], applied), ([], block)):
                 if diff:
-                    subprocess.run(
-                        ["git", "apply", *options],
-                        cwd=folder,
-                        input=diff,
-                        text=True,
-                        check=True,
-                    )
+                    subprocess.run(["git", "apply", *options], cwd=folder, input=diff, text=True, check=True)
             applied = block
         elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
             (folder / file[1]).write_text(block)

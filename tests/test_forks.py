@@ -24,25 +24,18 @@ import numpy as np
 import pytest
 
 from tests.kill_runs import FLAGS, QUICK, ROOT, arguments, checksum, kill_at, records
+from tests.oracles.stored import stored_logits, stored_logprobs
 from tests.readme import clone
 
 PAGE = ROOT / "docs" / "forks.md"
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROW = re.compile(r"^\| \[(.*)\]\((.*)\) \| (\d+) \| (\d+) \|$", re.MULTILINE)
-TINY, TEACHER = "models/tiny", "models/player"
+TINY, TEACHER = ROOT / "models/tiny", ROOT / "models/player"
 STEPS = 4
 SMALL = {
-    "max_steps": STEPS,
-    "groups_per_batch": 4,
-    "group_size": 4,
-    "ppo_minibatch": 0,
-    "do_group_filter": 0,
-    "save_interval": 2,
-    "test_interval": 2,
-    "num_eval_tasks": 4,
-    "save_rollouts": "all",
-    "num_score_workers": 1,
-}
+    "max_steps": STEPS, "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 0, "do_group_filter": 0,
+    "save_interval": 2, "test_interval": 2, "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
+}  # fmt: skip
 DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64} | SMALL
 POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
 
@@ -96,38 +89,14 @@ def play(root: Path, folder: Path, flags: dict[str, object], is_killed: bool = F
     """Runs the code in `root`, once more where it was killed behind its second step."""
     command = [sys.executable, "core/grpo.py", *arguments(**flags, save_dir=folder)]
     for is_first in (True, False)[not is_killed :]:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            cwd=root,
-            env=QUICK | os.environ,
-            stdout=pipe,
-            stderr=subprocess.STDOUT,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=root, env=QUICK | os.environ, **pipes)
         if is_first:
             assert kill_at(process, folder, "step", 3, 0) != "finished"
         else:
             said, _ = process.communicate(timeout=600)
             assert process.returncode == 0, said.decode()
     return Outcome(root, folder, flags)
-
-
-def logits(arrays: dict[str, np.ndarray], folder: str = TINY) -> np.ndarray:
-    """Returns the logits [B, T, V] of the tokens of rollouts."""
-    from models.checkpoint import load_model  # not on the path of this file's own command
-    from models.decoder import forward, head
-
-    model, params, _ = load_model(ROOT / folder)
-    hidden = forward(model, params, arrays["tokens"])
-    return np.roll(np.asarray(head(model, params, hidden)), 1, axis=1)
-
-
-def logprobs(arrays: dict[str, np.ndarray], folder: str = TINY, temperature: float | np.ndarray = 1.0) -> np.ndarray:
-    """Returns the log-probabilities of the tokens of rollouts."""
-    scaled = np.float64(logits(arrays, folder)) / temperature
-    chosen = np.take_along_axis(scaled, arrays["tokens"][..., None], axis=-1)[..., 0]
-    top = scaled.max(axis=-1)
-    return chosen - top - np.log(np.exp(scaled - top[..., None]).sum(axis=-1))
 
 
 def baseline(run: Outcome) -> None:
@@ -157,7 +126,7 @@ def bonus(run: Outcome) -> None:
 
 def margin(run: Outcome) -> None:
     arrays = run.arrays(1)
-    second, first = np.moveaxis(np.sort(logits(arrays), axis=-1)[..., -2:], -1, 0)
+    second, first = np.moveaxis(np.sort(stored_logits(arrays, TINY), axis=-1)[..., -2:], -1, 0)
     assert run.metrics[1]["margin"] == pytest.approx((first - second)[arrays["mask"]].mean(), rel=1e-4)
     for terms in run.metrics[1:]:
         expected = terms["policy_loss"] + terms["entropy_loss"] + 0.01 * terms["margin"]
@@ -170,8 +139,9 @@ def temperatures(run: Outcome) -> None:
     mask = arrays["mask"]
     drawn = arrays["logprobs"]
     own = np.resize([1.0, 1.3], len(mask))[:, None, None]
-    assert np.abs(logprobs(arrays, temperature=own) - drawn)[mask].max() < 1e-4
-    assert (np.abs(logprobs(arrays, temperature=2.3 - own) - drawn).max(axis=1, where=mask, initial=0) > 1e-2).all()
+    right, others = (np.abs(stored_logprobs(arrays, TINY, x) - drawn) for x in (own, 2.3 - own))
+    assert right[mask].max() < 1e-4
+    assert (others.max(axis=1, where=mask, initial=0) > 1e-2).all()
     assert all(metrics["inference_recompute/logprob_diff_max"] < 1e-4 for metrics in run.metrics[1:])
 
 
@@ -228,7 +198,7 @@ def average(run: Outcome) -> None:
 
 def distillation(run: Outcome) -> None:
     arrays = run.arrays(1)
-    gain = logprobs(arrays, TEACHER) - arrays["logprobs"]
+    gain = stored_logprobs(arrays, TEACHER) - arrays["logprobs"]
     assert run.metrics[1]["advantage/mean"] == pytest.approx(gain[arrays["mask"]].mean(), rel=1e-4)
     for i, row in enumerate(run.rows(1)[:8]):
         np.testing.assert_allclose(row["advantage"], gain[i][arrays["mask"][i]], atol=1e-3)
@@ -276,7 +246,7 @@ def test_a_fork_does_what_it_says_and_resumes_to_the_bit(name, tmp_path):
     root = tmp_path / "lmpo"
     clone(root)
     diffs = {heading[0]: diff for heading, diff in forks(PAGE.read_text()).items()}
-    diff = diffs[name].replace("Qwen/Qwen3-8B", TEACHER)
+    diff = diffs[name].replace("Qwen/Qwen3-8B", "models/player")
     subprocess.run(["git", "apply"], cwd=root, input=diff, text=True, check=True)
     (root / "subjects.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")  # the first is held out
     run = play(root, tmp_path / "run", flags)
@@ -294,15 +264,8 @@ def refresh() -> None:
         tree = Path(folder) / "tree"
 
         def git(*words: str, cwd: Path = tree, **options: str) -> str:
-            done = subprocess.run(
-                ["git", *words],
-                cwd=cwd,
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                **options,
-            )
-            return done.stdout
+            pipe = subprocess.PIPE
+            return subprocess.run(["git", *words], cwd=cwd, check=True, stdout=pipe, text=True, **options).stdout
 
         git("worktree", "add", "-q", "--detach", str(tree), cwd=ROOT)
         try:

@@ -28,80 +28,31 @@ from tests.kill_runs import QUICK, ROOT, arguments, checksum, records
 STORED = Path(__file__).parent / "golden.json"
 FIXTURES = Path("tests/fixtures")
 SMALL = {
-    "groups_per_batch": 4,
-    "group_size": 4,
-    "ppo_minibatch": 8,
-    "max_steps": 3,
-    "save_interval": 1,
-    "test_interval": 2,
-    "num_eval_tasks": 4,
-    "save_rollouts": "all",
-    "num_score_workers": 1,
-}
+    "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 8, "max_steps": 3, "save_interval": 1, "test_interval": 2,
+    "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
+}  # fmt: skip
 TOKENS = {"tokens_per_microbatch": 1024}
-DEMO = (
-    {
-        "config": "configs/demo.py",
-        "num_generation_tokens": 64,
-        "lr_schedule": "constant",
-    }
-    | TOKENS
-    | SMALL
-)
-POEM = {
-    "env_name": "poem",
-    "num_generation_tokens": 24,
-    "lr": 1e-3,
-    "adam_eps": 1e-2,
-} | SMALL
+DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64, "lr_schedule": "constant"} | TOKENS | SMALL
+POEM = {"env_name": "poem", "num_generation_tokens": 24, "lr": 1e-3, "adam_eps": 1e-2} | SMALL
 GAMES = {"config": "recipes/games/preset.py", "num_eval_samples": 2} | TOKENS | SMALL
-CALCULATOR = "prompt=bare,dialect=python,max_number=50,max_operations=2"
+CALCULATOR = {
+    "env_name": "calculator", "test_env_name": "calculator-test",
+    "env_options": "prompt=bare,dialect=python,max_number=50,max_operations=2",
+}  # fmt: skip
 CASES = {
     "demo": DEMO,
-    "corrected": DEMO
-    | {
-        "kl_coef": 0.05,
-        "ppo_epochs": 2,
-        "importance_correction": "mask",
-        "off_policy_mask": 0.5,
-    },
-    "truncated": DEMO
-    | {
-        "top_k": 20,
-        "top_p": 0.95,
-        "temperature": 0.8,
-        "advantage": "rloo",
-    },
-    "critic": DEMO
-    | {
-        "config": "configs/demo.py,configs/ppo.py",
-        "kl_coef": 0.01,
-        "kl_in": "reward",
-    },
-    "dapo": DEMO
-    | {
-        "config": "configs/demo.py,configs/dapo.py",
-        "group_size": 4,
-        "max_resampling": 3.0,
-    },
-    "forced": DEMO
-    | {
-        "force_answer_at": 12,
-        "objective": "gspo",
-        "loss_normalization": "sequence_mean",
-    },
+    "corrected": DEMO | {"kl_coef": 0.05, "ppo_epochs": 2, "importance_correction": "mask", "off_policy_mask": 0.5},
+    "truncated": DEMO | {"top_k": 20, "top_p": 0.95, "temperature": 0.8, "advantage": "rloo"},
+    "critic": DEMO | {"config": "configs/demo.py,configs/ppo.py", "kl_coef": 0.01, "kl_in": "reward"},
+    "dapo": DEMO | {"config": "configs/demo.py,configs/dapo.py", "group_size": 4, "max_resampling": 3.0},
+    "forced": DEMO | {"force_answer_at": 12, "objective": "gspo", "loss_normalization": "sequence_mean"},
     "lora": DEMO | {"lora_rank": 4, "lora_merge": "never", "lr": 6e-3},
     "lora_experts": POEM | {"model_dir": FIXTURES / "qwen3moe-tied", "lora_rank": 2},
     "hybrid": POEM | {"model_dir": FIXTURES / "qwen3_5-tied", "objective": "cispo"},
     "windows": POEM | {"model_dir": FIXTURES / "gemma3-tied", "optimizer": "muon"},
     "ahead": DEMO | {"ahead": 1},
     "turns": GAMES | {"advantage": "turn_mean", "lr_schedule": "constant"},
-    "calculator": GAMES
-    | {
-        "env_name": "calculator",
-        "test_env_name": "calculator-test",
-        "env_options": CALCULATOR,
-    },
+    "calculator": GAMES | CALCULATOR,
     "population": DEMO | {"population": "seed=0,1", "lora_rank": 2, "max_steps": 2},
 }
 RESUMED = ("demo", "critic", "lora", "ahead", "turns")  # these are stopped after a step and go on
@@ -121,13 +72,7 @@ def play(case: str, folder: Path, root: Path = ROOT) -> dict[str, dict]:
         env = os.environ | QUICK | {"JAX_COMPILATION_CACHE_DIR": cache}
         env["JAX_PLATFORMS"] = "cpu"
         env.pop("XLA_FLAGS", None)  # those of the tests compile other programs
-        done = subprocess.run(
-            [sys.executable, command, *argv],
-            cwd=root,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run([sys.executable, command, *argv], cwd=root, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     runs = [path.parent for path in sorted(folder.glob("**/metrics.jsonl"))]
     return {str(run.relative_to(folder)): outcome(run, flags["max_steps"], case in LATENCIES) for run in runs}

@@ -7,7 +7,6 @@ import pytest
 from core.config import Config
 from core.run.folder import settings_of_model
 from envs.settings import resolve_environments
-from utils.runs.checks import describe_others
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 
@@ -100,10 +99,3 @@ def test_options_of_a_preset_go_with_its_environment(capsys):
     found = line.format("prompt=bare", "countdown")[:20]
     assert found not in said("--config games.py --env_name countdown", capsys)
 
-
-def test_a_folder_of_other_files_is_named(folder):
-    assert describe_others(folder).endswith(
-        "holds other files (empty.jsonl, games.py, groups.py): those of the run are written beside them"
-    )
-    (folder / "config.json").write_text("{}")
-    assert describe_others(folder) == ""

@@ -50,9 +50,7 @@ def resize_columns(x: Shaped[np.ndarray, "..."], width: int, padding_value: int 
     """Returns a [B, T, ...] array cut or padded to a number of columns; a [B] array as it is."""
     if x.ndim == 1:
         return x
-    missing = max(0, width - x.shape[1])
-    padding = [(0, 0)] * x.ndim
-    padding[1] = (0, missing)
+    padding = [(0, 0), (0, max(0, width - x.shape[1])), *[(0, 0)] * (x.ndim - 2)]
     return np.pad(x[:, :width], padding, constant_values=padding_value)
 
 
@@ -96,16 +94,14 @@ def measure_rows(
     is_target: Bool[np.ndarray, "B T"],
 ) -> RowSizes:
     """Returns the lengths of rows, which of them have the same prompt, and which tokens are targets."""
-    numbers = {}
     prompts = [row[:length].tobytes() for row, length in zip(tokens, prompt_lengths, strict=True)]
-    prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    return RowSizes(np.array(prompt_numbers), prompt_lengths, lengths, is_target)
+    numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    return RowSizes(np.array([numbers[prompt] for prompt in prompts]), prompt_lengths, lengths, is_target)
 
 
 def empty_rows(num_rows: int, width: int) -> RowSizes:
     """Returns the sizes of rows without tokens."""
-    zeros = np.zeros(num_rows, int)
-    return RowSizes(zeros, zeros, zeros, np.zeros((num_rows, width), bool))
+    return RowSizes(*np.zeros((3, num_rows), int), np.zeros((num_rows, width), bool))
 
 
 class MicrobatchShape(NamedTuple):
@@ -131,8 +127,7 @@ def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: 
     """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
     `longest`: most columns of a row; `most_rows`: of an optimizer batch on a shard. If attention skips padding, all
-    rows have one width, and a second shape has a quarter of the tokens, for the last rows. If attention computes
-    padding, there are three widths, longest first.
+    rows have one width, and a second shape has a quarter of the tokens; otherwise there are three widths.
     """
 
     def shape_of(width: int, num_packed: int, columns: int) -> MicrobatchShape:
@@ -176,7 +171,10 @@ def plan_microbatches(sizes: RowSizes, shapes: Sequence[MicrobatchShape], shards
                 break
         is_left &= ~is_filled
         for i, shape in enumerate(bins):
-            plan.append(Microbatch(pad_rows(filled[i * shards : (i + 1) * shards], shape.num_rows), shape))
+            rows = np.full((shards, shape.num_rows), EMPTY)
+            for row, part in zip(rows, filled[i * shards : (i + 1) * shards], strict=True):
+                row[: len(part)] = part
+            plan.append(Microbatch(rows.ravel(), shape))
     return plan
 
 
@@ -193,15 +191,11 @@ def choose_bins(shapes: Sequence[MicrobatchShape], num_tokens: int, num_rows: in
     def number(shape: MicrobatchShape, num_tokens: int, num_rows: int) -> int:
         return max(0, -(-num_tokens // shape.num_packed), -(-num_rows // shape.num_rows))
 
-    def cost(numbers: tuple[int, int]) -> int:
-        return sum(number * (CALL + shape.num_packed) for number, shape in zip(numbers, (large, small), strict=True))
-
-    choices = [
-        (n, number(small, num_tokens - n * large.num_packed, num_rows - n * large.num_rows))
-        for n in range(number(large, num_tokens, num_rows) + 1)
-    ]
-    num_large, num_small = min(choices, key=cost)
-    return [large] * num_large + [small] * num_small
+    choices = []
+    for n in range(number(large, num_tokens, num_rows) + 1):
+        num_small = number(small, num_tokens - n * large.num_packed, num_rows - n * large.num_rows)
+        choices.append([large] * n + [small] * num_small)
+    return min(choices, key=lambda bins: sum(CALL + shape.num_packed for shape in bins))
 
 
 def fill(groups: Sequence[RowNumbers], sizes: RowSizes, bins: Sequence[MicrobatchShape]) -> list[RowNumbers]:
@@ -230,11 +224,3 @@ def packed_tokens(sizes: RowSizes) -> int:
     _, firsts = np.unique(sizes.prompts, return_index=True)
     prompts = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
     return int((sizes.lengths - sizes.prompt_lengths).sum() + prompts.sum())
-
-
-def pad_rows(parts: Sequence[RowNumbers], num_rows: int) -> Int[np.ndarray, "B"]:
-    """Returns the rows of all shards, `num_rows` of each, EMPTY ones behind those that are there."""
-    rows = np.full((len(parts), num_rows), EMPTY)
-    for row, part in zip(rows, parts, strict=True):
-        row[: len(part)] = part
-    return rows.ravel()

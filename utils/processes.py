@@ -7,10 +7,9 @@
     this process -- socket --> keeper --> worker: function(setup, requests), a generator that yields the answers
 
 A process that runs JAX must not fork, and multiprocessing's other ways import the main script, and JAX with it, in each
-process. So a lane starts Python anew, and imports the function's module only. The keeper is the parent of one worker:
-it limits the memory of all that the worker starts, and ends all of it with the worker, or if this process ends, however
-it ends. The trees of processes are read from /proc. Where there is none, a tree is a process group, and its memory is
-not known.
+process. So a lane starts Python anew, and imports the function's module only. The keeper limits the memory of all that
+its worker starts, and ends all of it with the worker or with this process. Trees of processes are read from /proc;
+without it, a tree is a process group, and its memory is not known.
 
 Covered is code that hangs, crashes, exits, or fills the memory. Code that attacks these processes is not covered.
 """
@@ -30,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -62,17 +61,15 @@ class Lane:
     Setup and requests are pickled; answers come as JSON, since reading them must not execute anything.
     """
 
-    def __init__(
-        self, target: str, setup: object, max_memory: int = MAX_MEMORY, variables: Mapping[str, str] | None = None
-    ):
+    def __init__(self, target: str, setup: object, max_memory: int = MAX_MEMORY):
         self.max_memory = max_memory
         self.socket, theirs = socket.socketpair()
-        self.lines = self.socket.makefile("rb")
+        self.received = b""  # and not answered so far
         with theirs:
             command = [sys.executable, "-c", PROGRAM, str(ROOT), str(theirs.fileno()), target, str(max_memory)]
             # Its own session, since Ctrl-C is for the run, which then closes its lanes.
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=variables
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         self.send(setup)
 
@@ -87,11 +84,18 @@ class Lane:
         with contextlib.suppress(OSError):
             self.socket.sendall(pickle.dumps(request))
 
-    def answer(self, seconds: float) -> Any:
-        """Returns the next answer, or Dead if there is none within these seconds; then the process has ended."""
+    def answer(self, seconds: float, lag: float = 0.0) -> Any:
+        """Returns the next answer, or Dead if there is none within these seconds; then the process has ended.
+
+        With a `lag` in seconds, several answers are received at once: waking this thread for each costs 0.1 ms.
+        """
         self.socket.settimeout(seconds)
         try:
-            (answer,) = json.loads(self.lines.readline())
+            while b"\n" not in self.received:
+                time.sleep(lag)
+                self.received += self.socket.recv(2**16) or b"\n"  # no JSON, at the end
+            line, _, self.received = self.received.partition(b"\n")
+            (answer,) = json.loads(line)
             return answer
         except TimeoutError:
             self.kill()
@@ -121,7 +125,6 @@ class Lane:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2 * CLOSING)
         self.kill()
-        self.lines.close()
         self.socket.close()
 
     def kill(self) -> None:
@@ -161,7 +164,7 @@ def guard(end: socket.socket, max_memory: int, is_over: threading.Event) -> None
     hangup = select.poll()
     hangup.register(end, 0)
     while not hangup.poll(1000 * MEMORY_INTERVAL):
-        if tree_memory(os.getpid(), max_memory) > max_memory:
+        if tree_memory(os.getpid()) > max_memory:
             is_over.set()
             break
     else:
@@ -269,27 +272,14 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def tree_memory(pid: int, enough: int) -> int:
-    """Returns the bytes in memory of a process and its descendants, shared memory included; 0 if there is no /proc.
+def tree_memory(pid: int) -> int:
+    """Returns the bytes in memory of a process and its descendants, shared memory too; 0 if there is no /proc.
 
-    Pages that several of them share are counted for each, and once only (which is slower) if that exceeds `enough`.
+    A page is divided by the number of processes that share it.
     """
-    pids = [pid, *descendant_pids(pid)]
-    total = sum(map(resident_memory, pids))
-    return total if total <= enough else sum(map(proportional_memory, pids))
-
-
-def resident_memory(pid: int) -> int:
-    """Returns the bytes of a process in memory."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def proportional_memory(pid: int) -> int:
-    """Returns the bytes of a process in memory, each page divided by the number of processes that share it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    total = 0
+    for each in (pid, *descendant_pids(pid)):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total

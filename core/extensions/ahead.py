@@ -71,6 +71,7 @@ class AheadRollouts:
     def __post_init__(self):
         self.cancelled = Event()
         self.pool = ThreadPoolExecutor(1, "rollouts")
+        self.pool.submit(bool).result()  # starts the thread, which a signal would make the pool lose later
         self.stack.callback(self.close)
 
     def close(self) -> None:

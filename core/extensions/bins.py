@@ -31,20 +31,22 @@ class TaskBins:
     group_size: int
     max_groups: int
 
-    def choose(self, progress: Progress) -> "ChosenTasks":
-        """Returns the tasks of the step after `progress`, as many as it can need, by its memory, seed and step."""
+    def choose(
+        self, progress: Progress
+    ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"], Float[np.ndarray, "K"]]:
+        """Returns the tasks of the step after `progress`, as many as it can need, their bins and the bins' weights."""
         counts = progress.memory.get(MEMORY, {})
         solved, rollouts, starts = np.array([counts.get(name, (0.0, 0.0, 0)) for name in self.tasks]).T
         rng = np.random.default_rng((self.seed, progress.step + 1, STREAM))
         weights = bin_weights(rng.beta(1 + solved, 1 + rollouts - solved), self.group_size)
         bins = rng.choice(len(self.tasks), size=self.max_groups, p=weights)
-        tasks, starts = np.empty_like(bins), starts.astype(int)
+        tasks = np.empty_like(bins)
         for number, own in enumerate(self.tasks.values()):
             is_own = bins == number
-            epoch, offset = divmod(starts[number], len(own))
+            epoch, offset = divmod(int(starts[number]), len(own))
             order = np.concatenate([self.order(own, epoch), self.order(own, epoch + 1)])
             tasks[is_own] = order[offset : offset + is_own.sum()]
-        return ChosenTasks(self, progress, weights, bins, tasks, starts)
+        return tasks, bins, weights
 
     def order(self, own: Int[np.ndarray, "n"], epoch: int) -> Int[np.ndarray, "n"]:
         """Returns the tasks of a bin in the random order of an epoch.
@@ -57,38 +59,26 @@ class TaskBins:
         rng = np.random.default_rng((self.seed, epoch))
         return np.concatenate([rng.permutation(all_epochs[i : i + width]) for i in range(0, len(own), width)])
 
-
-@dataclass(frozen=True)
-class ChosenTasks:
-    """The tasks of a step, in the order in which groups are sampled."""
-
-    sampling: TaskBins
-    before: Progress
-    weights: Float[np.ndarray, "K"]
-    bins: Int[np.ndarray, "M"]
-    tasks: Int[np.ndarray, "M"]
-    starts: Int[np.ndarray, "K"]  # groups of each bin before the step
-
-    def count(self, episodes: Episodes, cursor: int) -> Episodes:
+    def count(self, episodes: Episodes, before: Progress, cursor: int) -> Episodes:
         """Returns the episodes with the new counts of each bin, and metrics of it. `cursor`: after the step.
 
         Groups behind the last one that the batch needs come again in the next step, and are not counted.
         """
-        shape = -1, self.sampling.group_size
-        num_groups = cursor - self.before.cursor
+        _, bins, weights = self.choose(before)
+        num_groups, shape = cursor - before.cursor, (-1, self.group_size)
         is_graded = ~(episodes.failed | np.isnan(episodes.scores["return"])).reshape(shape)[:num_groups]
         is_solved = (episodes.scores["correct_answer"].reshape(shape)[:num_groups] > 0) & is_graded
-        old, new, metrics = self.before.memory.get(MEMORY, {}), {}, {}
-        for number, name in enumerate(self.sampling.tasks):
-            is_own = self.bins[:num_groups] == number
-            solved, rollouts, _ = old.get(name, (0.0, 0.0, 0))
+        old, new, metrics = before.memory.get(MEMORY, {}), {}, {}
+        for number, name in enumerate(self.tasks):
+            is_own = bins[:num_groups] == number
+            solved, rollouts, start = old.get(name, (0.0, 0.0, 0))
             num_solved, num_graded = int(is_solved[is_own].sum()), int(is_graded[is_own].sum())
             new[name] = [
                 FADING * solved + num_solved + REVERSION / 2,
                 FADING * rollouts + num_graded + REVERSION,
-                int(self.starts[number] + is_own.sum()),
+                int(start + is_own.sum()),
             ]
-            metrics[f"bins/{name}/weight"] = float(self.weights[number])
+            metrics[f"bins/{name}/weight"] = float(weights[number])
             if num_graded:
                 metrics[f"bins/{name}/pass_rate"] = num_solved / num_graded
                 metrics[f"bins/{name}/informative"] = float(episodes.has_signal[:num_groups][is_own].mean())
@@ -117,8 +107,7 @@ def make_bins(config: Config, worker: RolloutWorker) -> TaskBins:
             f"--task_sampling bins: {worker.name} has {found}: give an environment with several, or --task_sampling "
             "uniform"
         )
-    max_groups = config.update.max_groups
-    smallest = min(tasks, key=lambda name: len(tasks[name]))
+    max_groups, smallest = config.update.max_groups, min(tasks, key=lambda name: len(tasks[name]))
     if len(tasks[smallest]) < max_groups:
         raise UserError(
             f"--task_sampling bins: bin {smallest} of {worker.name} has {len(tasks[smallest])} problems, and a step "

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from core.records import Progress
@@ -19,9 +19,9 @@ from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
 from utils.metrics.curves import Curves, format_point
 from utils.metrics.jsonl import JSON
-from utils.runs.segments import RunSegment, describe_segment, last_break, since
+from utils.runs.origin import RunSegment, describe_segment, last_break, since
 from utils.settings.arguments import Value
-from utils.settings.checks import hide_passwords, load_yaml
+from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options
 
 GRPO, SFT, DPO = "core/grpo.py", "core/sft.py", "recipes/preferences/dpo.py"  # commands that train
@@ -44,7 +44,9 @@ TEMPLATE = """\
 
 Trained with lmpo, {version}. The command, with all options that change the result:
 
+```sh
 {command}
+```
 
 {changes}## Held-out scores
 
@@ -57,7 +59,7 @@ Means with 95% intervals, sampled with the settings of the command:
 |---|---|---|
 """
 OLD_SCORES = "Scores up to step {} are of other data or settings, and left out."
-CHANGES = "These are the settings of the last steps. `--resume force` changed them on the way:\n\n{}\n\n"
+CHANGES = "These are the settings of the last steps. `--resume force` changed them on the way:\n\n```text\n{}\n```\n\n"
 NO_SCORES = "None: the run was not evaluated on held-out problems."
 
 
@@ -70,7 +72,7 @@ class ModelCard:
     environments: Mapping[str, RolloutSettings]  # by role
     script: str = GRPO  # one of METHODS, or a command of a recipe, which trains as core/grpo.py does
     segments: Sequence[RunSegment] = ()  # what --resume force changed
-    version: str = field(default_factory=lambda: find_version())  # version of lmpo when the run begins
+    version: str = ""  # of lmpo when the run begins
 
     def render(self, progress: Progress, run: Curves) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
@@ -81,8 +83,8 @@ class ModelCard:
             metadata=self.metadata(tags),
             title=f"{self.environments['env'].name} by {method}, step {progress.step}",
             version=self.version,
-            command=fenced("sh", training_command(self.config_class, self.settings, self.script)),
-            changes=CHANGES.format(fenced("text", changes)) if changes else "",
+            command=training_command(self.config_class, self.settings, self.script),
+            changes=CHANGES.format(changes) if changes else "",
             scores=self.scores(run),
         )
         return hide_passwords(card)
@@ -102,22 +104,20 @@ class ModelCard:
     def scores(self, run: Curves) -> str:
         """Returns a table of the first and the last held-out scores since they are of the same, with their steps."""
         step = last_break(self.segments)
-        run = {name: series for name, series in since(run, step).items() if len(series[0])}
+        run = since(run, step)
         played = self.environments.get("test_env")
-        _, counts = run.get("test_env/num_tasks", ((), [math.nan]))
-        of = f"{played.name} ({counts[-1]:.0f} problems)" if played else ""
+        _, counts = run.get("test_env/num_tasks", ((), ()))
+        of = f"{played.name} ({[math.nan, *counts][-1]:.0f} problems)" if played else ""
         names = {f"test_env/{score}": f"{of}: {score}" for score in SCORES} if played else {}
         names[LOSS] = f"loss of held-out {'pairs' if self.script == DPO else 'replies, nats a token'}"
-        rows = [f"| {shown} | {' | '.join(both_ends(run, name))} |" for name, shown in names.items() if name in run]
+        rows = []
+        for name, shown in names.items():
+            if name in run:
+                steps, _ = run[name]
+                first, last = (f"{format_point(run, name, i)} (step {steps[i]:.0f})" for i in (0, -1))
+                rows.append(f"| {shown} | {first} | {last if len(steps) > 1 else 'not evaluated again'} |")
         parts = [TABLE + "\n".join(rows)] * bool(rows) + [OLD_SCORES.format(step)] * (step >= 0)
         return "\n\n".join(parts) or NO_SCORES
-
-
-def both_ends(run: Curves, name: str) -> list[str]:
-    """Returns the first and the last value of a metric as text, with their steps."""
-    steps, _ = run[name]
-    first, last = (f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1))
-    return [first, last if len(steps) > 1 else "not evaluated again"]
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:
@@ -140,13 +140,14 @@ def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> d
 
 def find_origin(base_model: str) -> dict[str, JSON]:
     """Returns base and license that the base model's own card states, in the hub's fields; those that it states."""
-    from huggingface_hub import try_to_load_from_cache  # here: so that errors of options are printed at once
+    from huggingface_hub import metadata_load, try_to_load_from_cache  # here: errors of options come at once
 
     folder = find_local(base_model)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
-        _, metadata, _ = re.split(r"^---\s*$", Path(file).read_text(), maxsplit=2, flags=re.MULTILINE)
-        card = dict(load_yaml(metadata, CARD))
+    file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        return {}
+    with contextlib.suppress(Exception):  # of YAML, for a card that is not as the hub defines it
+        card = metadata_load(file) or {}
         return {name: card[name] for name in ORIGIN if isinstance(card.get(name), str)}
     return {}
 
@@ -162,11 +163,3 @@ def find_version() -> str:
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout
         version += f", commit {commit.strip()}"
     return version
-
-
-def fenced(language: str, text: str) -> str:
-    """Returns a code block of Markdown, whose fence is longer than any row of backticks in the text."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -11,8 +11,8 @@ import numpy as np
 from envs.base import Env
 from envs.prompts import Encode
 from utils.devices.sharding import Layout
-from utils.metrics.jsonl import JSON
-from utils.runs.resume import read_before, refuse_changes
+from utils.metrics.jsonl import JSON, read_json
+from utils.runs.resume import refuse_changes
 from utils.settings.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -71,26 +71,21 @@ def stable(value: object) -> JSON:
 def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
     """Raises UserError, on all processes, when one of them sees other problems than process 0."""
     for name, here in fingerprints.items():
-        is_same = layout.broadcast(here) == here
-        if not all(layout.gather_values(is_same)):
+        if len({*layout.gather_values(here)}) > 1:
             raise UserError(
                 f"processes see different contents of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"
             )
 
 
-def compare_runs(
-    before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data"
-) -> dict[str, list[JSON]]:
+def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data") -> list[str]:
     """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
 
-    Returns the old and the new one of those that changed. `old_ones`: what is to be used again, in the advice.
+    Returns each change in words. `old_ones`: what is to be used again, in the advice.
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
-    old = read_before(before, "data") if before.exists() else {}  # a run of an earlier version has none
-    changes = {name: [old[name], new] for name, new in fingerprints.items() if old.get(name, new) != new}
+    old = read_json(before) if before.exists() else {}
+    lines = [f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new]
     advice = f"use the old {old_ones}, --resume force, or another --save_dir"
-    lines = [f"{name} is {new} and was {was}" for name, (was, new) in changes.items()]
-    refuse_changes(before.parent, "data", lines, resume, advice)
-    return changes
+    return refuse_changes(before.parent, "data", lines, resume, advice)

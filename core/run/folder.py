@@ -19,14 +19,11 @@ from models.checkpoint import find_local, resolve_model_dir
 from models.peft import read_adapters
 from models.tokenizer import date_prompts
 from utils.devices.sharding import Layout
-from utils.files import skipping_damage, write_json
-from utils.metrics.jsonl import JSON
+from utils.files import write_json
 from utils.runs.bucket import Bucket, is_bucket, local_folder
-from utils.runs.checks import check_folder, check_models, check_name, describe_others
 from utils.runs.lock import FolderLock
-from utils.runs.origin import Origin, read_settings, start_of
+from utils.runs.origin import Origin, RunSegment, now, read_settings
 from utils.runs.resume import check_settings
-from utils.runs.segments import RunSegment, add_segment
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
@@ -34,7 +31,6 @@ from utils.settings.errors import UserError
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
-SCORED = ("data", "env", "held_out", "sampling", "eval", "rewards")  # groups of options that change what scores mean
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # they make the tokens of prompts
 
 
@@ -48,7 +44,7 @@ class RunSettings(Protocol):
 class RunFolder:
     """A run folder, locked by this run. All processes call every method, the main one writes.
 
-    Raises: UserError if the folder cannot be made, is in use, or holds something that is in the way of the run's files.
+    Raises: UserError if the folder cannot be made, or is in use.
     """
 
     def __init__(self, config: RunSettings, layout: Layout, name: str):
@@ -58,7 +54,6 @@ class RunFolder:
         self.settings = {name: hide_passwords(value) for name, value in settings.items()}  # they are written to files
         self.changed = list(changed_options(type(config), self.settings))
         save_dir = self.config.save_dir
-        check_name(save_dir)
         try:
             folder = save_dir or make_default_folder(name, layout)
             self.path = local_folder(folder)
@@ -68,12 +63,16 @@ class RunFolder:
             reason = f"{error.filename} cannot be made ({error.strerror})"
             raise UserError(f"--save_dir: {reason}: name another folder") from error
         self.bucket = Bucket(folder, self.path) if is_bucket(folder) else None
-        check_folder(self.path)
-        if not is_new and (note := describe_others(self.path)):
-            self.print(note)
-        self.lock = take_lock(self.path, is_new, layout)
-        if self.lock:  # released with the run, or with this object if the run fails before it begins
-            self.release = weakref.finalize(self, self.lock.release)
+        self.lock, problem = None, ""
+        if layout.is_main:
+            try:
+                self.lock = FolderLock(self.path, is_new)
+                # Released with the run, or with this object if the run fails before it begins.
+                self.release = weakref.finalize(self, self.lock.release)
+            except UserError as error:
+                problem = str(error)
+        if problem := layout.broadcast(problem):
+            raise UserError(problem)
         if self.bucket:
             self.bucket.download()
 
@@ -83,38 +82,33 @@ class RunFolder:
         Raises: UserError naming those that differ; with --resume force, only if processes differ.
         """
         before, self.fingerprints = {}, dict(fingerprints)
-        # Old and new values that --resume force changes.
-        self.new_settings: dict[str, list[JSON]] = {}
-        self.new_data: dict[str, list[JSON]] = {}
+        self.changes: list[str] = []  # by --resume force, in words
         if is_resumed:
-            with skipping_damage():
-                _, before = read_settings(self.path / "config.json")
-            self.new_settings = check_settings(
-                self.path / "config.json", self.settings, self.config.resume, self.options
-            )
-        self.before = before | {"start": self.layout.broadcast(start_of(before))}
+            config_json = self.path / "config.json"
+            _, before = read_settings(config_json)
+            self.changes += check_settings(config_json, self.settings, self.config.resume, self.options)
+        self.before = before | {"start": self.layout.broadcast(before.get("start") or now())}
         date_prompts(self.before["start"])  # so that a run continues with the prompts that it began with
         compare_processes(fingerprints, self.layout)
         if is_resumed:
-            self.new_data = compare_runs(self.path / "data.json", fingerprints, self.config.resume)
+            self.changes += compare_runs(self.path / "data.json", fingerprints, self.config.resume)
 
-    def begin(self, resume_step: int, prompts: Mapping[str, str]) -> tuple[list[RunSegment], bool]:
+    def begin(self, resume_step: int, prompts: Mapping[str, str]) -> list[RunSegment]:
         """Writes config.json and data.json; `resume_step`: -1 for a new run; `prompts`: fingerprints of their tokens.
 
-        Returns the segments of the run, and whether --resume force has added one.
+        Returns the segments of the run; the last one has the `changes`, if there are some.
         Raises: UserError if the run is resumed, and its prompts are now other tokens.
         """
         if resume_step >= 0:
-            self.new_data |= compare_runs(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
-        check_models(self.path, resume_step)
-        is_comparable = not self.new_data and not any(self.options[x].group in SCORED for x in self.new_settings)
-        old = self.before.get("segments", [])
-        segments = add_segment(old, resume_step, self.new_settings, self.new_data, is_comparable)
+            self.changes += compare_runs(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
+        old = self.before.get("segments", [])  # of which a state may be damaged now
+        segments = [segment | {"step": min(segment["step"], resume_step)} for segment in old]
+        segments += [{"step": resume_step, "text": "; ".join(self.changes)}] if self.changes else []
         self.origin = Origin(self.version, self.layout.device_kinds, self.before | {"segments": segments})
         self.write_config()
         if self.layout.is_main:
             write_json(self.path / "data.json", self.fingerprints | dict(prompts))
-        return segments, len(segments) > len(old)
+        return segments
 
     def write_config(self, is_ended: bool = False) -> None:
         """Writes config.json: the settings, and under "run" the run's origin and times."""
@@ -132,12 +126,6 @@ class RunFolder:
         """True if another run has taken the folder, since this one was silent for long."""
         return self.lock is not None and self.lock.is_lost
 
-    def check_lock(self) -> None:
-        """Raises OSError if another run has taken the folder."""
-        if self.is_lost:
-            reason = "since this one was silent for long: end one of the two"
-            raise OSError(f"another process has taken {self.path}, {reason}")
-
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
         if self.layout.is_main and lines:
@@ -149,31 +137,13 @@ def make_default_folder(name: str, layout: Layout) -> str:
 
     Raises: OSError if it cannot be made.
     """
-    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not layout.is_main:
-        return layout.broadcast("")
-    for number in itertools.count(1):
+    folder, stem = "", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1) if layout.is_main else ():
         folder = f"{stem}-{number}" if number > 1 else stem
         with contextlib.suppress(FileExistsError):
             Path(folder).mkdir(parents=True)
-            return layout.broadcast(folder)
-
-
-def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
-    """Locks the run folder in the main process, for all.
-
-    Raises: UserError in every process when another run holds it.
-    """
-    lock, problem = None, ""
-    if layout.is_main:
-        try:
-            lock = FolderLock(folder, is_new)
-        except UserError as error:
-            problem = str(error)
-    problem = layout.broadcast(problem)
-    if problem:
-        raise UserError(problem)
-    return lock
+            break
+    return layout.broadcast(folder)
 
 
 def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:

@@ -34,7 +34,7 @@ NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 
 
 class Log:
-    """The log of a run, opened by `open`; as a context manager it is closed at the end of the block."""
+    """The log of a run: a context manager that is entered after `open`."""
 
     def __init__(self, folder: RunFolder):
         self.folder, self.config, self.layout = folder, folder.config, folder.layout
@@ -43,28 +43,22 @@ class Log:
         self.step_start = 0.0  # by the clock
         self.ahead: list[dict] = []  # programs that were compiled ahead, until the first metrics count them
         self.logger: Logger | None = None  # in the main process
+        self.stack = contextlib.ExitStack()
         self.trace = contextlib.ExitStack()  # of jax.profiler
 
     def open(self, tokenizer: Tokenizer, resume_step: int, num_steps: int) -> None:
         """Opens the files; those of a run that is resumed lose what came after the step."""
         self.tokenizer, folder = tokenizer, self.folder
         if self.layout.is_main:
-            self.logger = Logger(
-                folder.path,
-                resume_step=resume_step,
-                num_steps=num_steps,
-                test_interval=folder.settings.get("test_interval", 0),
-                sinks=open_sinks(self.config, folder.path, folder.settings, resume_step),
-            )
+            sinks = open_sinks(self.config, folder.path, folder.settings, resume_step)
+            interval = folder.settings.get("test_interval", 0)
+            steps = {"resume_step": resume_step, "num_steps": num_steps, "test_interval": interval}
+            self.logger = Logger(folder.path, **steps, sinks=sinks)
         self.compilations = Compilations(folder.path / "programs.jsonl" if self.layout.is_main else None)
 
     def __enter__(self) -> "Log":
-        with contextlib.ExitStack() as stack:
-            if self.logger:
-                stack.enter_context(self.logger)
-            stack.enter_context(self.compilations)
-            stack.enter_context(self.trace)
-            self.stack = stack.pop_all()
+        for part in filter(None, (self.logger, self.compilations, self.trace)):
+            self.stack.enter_context(part)
         return self
 
     def __exit__(self, *error) -> None:
@@ -90,10 +84,9 @@ class Log:
         clock = time.perf_counter()
         with waiting("programs"):
             notes = Compiler(lists).wait()
-        self.folder.print(*notes)
         self.compilations.are_all_known = are_all and not notes
         self.ahead += self.compilations.take_programs()
-        self.folder.print(describe_programs(self.ahead, time.perf_counter() - clock))
+        self.folder.print(*notes, describe_programs(self.ahead, time.perf_counter() - clock))
 
     def compile_metrics(self) -> dict[str, float]:
         """Returns the metrics of the programs since the last call; prints those that are compiled too late."""
@@ -105,15 +98,11 @@ class Log:
         """Returns what is measured of a step: programs, times and memory."""
         self.trace.close()
         totals = {"rollout/total_rollouts": progress.num_rollouts} if progress.num_rollouts else {}
-        return (
-            self.compile_metrics()
-            | totals
-            | {
-                "times/step": time.perf_counter() - self.step_start - metrics.get("times/test", 0.0),
-                "times/run": self.folder.origin.seconds,
-                "memory/peak_gb": self.layout.peak_memory / 1e9,
-            }
-        )
+        return self.compile_metrics() | totals | {
+            "times/step": time.perf_counter() - self.step_start - metrics.get("times/test", 0.0),
+            "times/run": self.folder.origin.seconds,
+            "memory/peak_gb": self.layout.peak_memory / 1e9,
+        }  # fmt: skip
 
     def write(self, step: int, metrics: dict[str, float | list[float]]) -> None:
         """Logs the metrics of a step, and prints some of them."""
@@ -121,15 +110,10 @@ class Log:
             self.logger.log(step, metrics)
             self.logger.line(step, metrics)
 
-    def note(self, step: int, metric: str, text: str) -> None:
-        """Marks a step on the curve of a metric in the report."""
+    def note(self, step: int, metric: str, text: str, is_warning: bool = False) -> None:
+        """Marks a step on the curve of a metric in the report; prints a warning, too."""
         if self.logger:
-            self.logger.note(step, metric, text)
-
-    def warn(self, step: int, metric: str, text: str) -> None:
-        """Prints a warning, and marks it as by `note`."""
-        if self.logger:
-            self.logger.warn(step, metric, text)
+            (self.logger.warn if is_warning else self.logger.note)(step, metric, text)
 
     def end_step(self) -> None:
         """Counts a step, and drops compiled programs if there are too many for the process."""
@@ -144,17 +128,16 @@ class Log:
         """Writes one JSON object per rollout, of all with their arrays or of two groups; prints an example if shown."""
         if not self.layout.is_main:
             return
-        group_size = self.folder.settings["group_size"]
+        group_size, kind = self.folder.settings["group_size"], self.config.save_rollouts
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
         first_rows = [row for row in rows if row["group"] < NUM_GROUPS]
         if is_shown:
             self.print_rollout(f"step {step}", episodes)
             self.logger.rollouts(step, first_rows)
-        if self.config.save_rollouts == "all":
+        if kind == "all":
             write_arrays(self.file(f"rollouts/step_{step}.npz"), rollout_arrays(episodes, group_size))
-        if self.config.save_rollouts != "none":
-            is_all = self.config.save_rollouts == "all"
-            write_rows(self.file(f"rollouts/step_{step}.jsonl"), rows if is_all else first_rows)
+        if kind != "none":
+            write_rows(self.file(f"rollouts/step_{step}.jsonl"), rows if kind == "all" else first_rows)
 
     def print_rollout(self, where: str, episodes: Episodes) -> None:
         """Prints the first of these rollouts: prompt, completion and reward."""

@@ -14,12 +14,13 @@ from envs.settings import EnvConfig, as_held_out, code_settings
 from utils.metrics.curves import read_metrics
 from utils.reporting.page import held_out_scores, judge_segment, write_report
 from utils.reporting.verdict import made_no_update
-from utils.runs.segments import RunSegment
+from utils.runs.origin import RunSegment
 from utils.settings.arguments import Value
 from utils.settings.config import options_of
 from utils.settings.errors import counted
 
 CPU_PRESET = "configs/cpu.py"
+PYTHON = "python" if shutil.which("python") == sys.executable else sys.executable  # as a shell finds it
 MANY_TOKENS_ON_CPU = 1 << 18  # tokens of a step: minutes of sampling for models/tiny on two cores
 
 
@@ -66,16 +67,16 @@ def next_commands(model: str, settings: Mapping[str, Value]) -> list[str]:
     if settings["env_name"]:
         played = {name: value for name, value in as_held_out(settings).items() if name in options_of(EnvConfig)}
         commands["evaluate:"] = ("core/eval.py", "--model_dir", model, *words_of(code_settings(played)))
-    lines = {name: [python_command(), str(root / file), *rest] for name, (file, *rest) in commands.items()}
-    return [f"{name:<14}{shlex.join(line)}" for name, line in lines.items()]
+    lines = {name: shlex.join([PYTHON, str(root / file), *rest]) for name, (file, *rest) in commands.items()}
+    return [f"{name:<14}{line}" for name, line in lines.items()]
 
 
 def resuming_command(folder: RunFolder) -> str:
     """Returns the command that resumes the run, in words if it is the one that began it."""
     if folder.config.save_dir:
         return "the same command"
-    path, command = str(folder.path), os.path.abspath(sys.argv[0])
-    arguments = [python_command(), command, "--config", f"{path}/config.json", "--save_dir", path]
+    path = str(folder.path)
+    arguments = [PYTHON, os.path.abspath(sys.argv[0]), "--config", f"{path}/config.json", "--save_dir", path]
     arguments += ["--resume", "auto"] if folder.config.resume == "never" else []
     return f"`{shlex.join([*arguments, *words_of(code_settings(folder.settings))])}`"
 
@@ -83,8 +84,3 @@ def resuming_command(folder: RunFolder) -> str:
 def words_of(settings: Mapping[str, str]) -> list[str]:
     """Returns settings as words of a command."""
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
-
-
-def python_command() -> str:
-    """Returns the Python of this process, as a shell finds it."""
-    return "python" if shutil.which("python") == sys.executable else sys.executable

@@ -30,8 +30,7 @@ def rollout_rows(
         row |= {name: x[i] for name, x in episodes.scores.items()}
         row |= {"length": lengths[i], "finished": finished[i]}
         if episodes.conversations:
-            row["conversation"] = episodes.conversations[i]
-            row["stop_reason"] = episodes.stops[i]
+            row |= {"conversation": episodes.conversations[i], "stop_reason": episodes.stops[i]}
         if episodes.failed[i]:
             row["reward_failed"] = True
         if row["group"] < num_groups:
@@ -101,11 +100,8 @@ def token_fields(
         fields["drawn"] = completions.mask[i, start:end].astype(int)
     arrays = {"logprobs": completions.logprobs[i]}
     if batch_row is not None:
-        names = {"advantage": "advantages", "old_logprobs": "old_logprobs", "entropies": "entropies"}
-        for name, attribute in names.items():
-            x = getattr(batch, attribute)
-            if x is not None:
-                arrays[name] = x[batch_row]
+        names = {"advantage": batch.advantages, "old_logprobs": batch.old_logprobs, "entropies": batch.entropies}
+        arrays |= {name: x[batch_row] for name, x in names.items() if x is not None}
     for name, x in arrays.items():
         fields[name] = np.round(np.asarray(x[start:end], float), 4) + 0.0  # + 0.0: no "-0.0"
     if "advantage" in fields and not np.ptp(fields["advantage"]):

@@ -22,7 +22,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.metrics.logger import lossy_output
 from utils.metrics.terminal import waiting
-from utils.runs.segments import describe_segment
+from utils.runs.origin import describe_segment
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError, describe_file_error
 
@@ -88,12 +88,12 @@ class Run:
         self.workers = list(workers)
         tokens = {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
         step = self.resumed.step if self.resumed else -1
-        segments, is_changed = self.folder.begin(step, tokens | dict(prompts or {}))
+        segments = self.folder.begin(step, tokens | dict(prompts or {}))
         self.states.card = replace(self.states.card, segments=segments)
         saved = saved or saved_tokenizer(tokenizer, self.environments["env"], self.folder.settings)
         self.states.begin(model, saved)
         self.log.open(tokenizer, step, self.num_steps)
-        if is_changed:
+        if self.folder.changes:
             self.log.note(step, self.curve, f"--resume force: {describe_segment(segments[-1])}")
         return self
 
@@ -102,15 +102,13 @@ class Run:
             stack.enter_context(self.log)
             if self.folder.lock:
                 stack.callback(self.folder.release)
-            stack.enter_context(lossy_output())
-            stack.enter_context(self.stop.signals)
-            for worker in self.workers:
-                stack.enter_context(worker)
+            for part in (lossy_output(), self.stop.signals, *self.workers):
+                stack.enter_context(part)
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        """Saves the newest state if it is not saved, and waits for it.
+        """Saves the newest state if it is not saved, waits for it, and prints how the run ended.
 
         Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1). After a UserError
         it raises another one, which adds what is saved.
@@ -132,24 +130,19 @@ class Run:
                     self.layout.broadcast("saved")  # before one process leaves, which would end the others
             except OSError as failure:
                 error = error if kind and not is_stopped else failure
-            self.exit_on(error)
-
-    def exit_on(self, error: BaseException | None) -> None:
-        """Prints how the run ended, and the files that are saved. Raises: SystemExit, see __exit__."""
-        steps = self.states.checkpoints.steps
-        saved = "no step is saved"
-        if steps:
-            saved = f"step {steps[0]} is saved: {resuming_command(self.folder)} goes on from there"
-        if isinstance(error, OSError):
-            print(f"error: {describe_file_error(error).rstrip('.')}; {saved}", file=sys.stderr)
-            raise SystemExit(1) from error
-        if isinstance(error, UserError) and steps:
-            raise UserError(f"{str(error).rstrip('.')}; {saved}") from error
-        if isinstance(error, Stop):
-            self.folder.print(f"stopped by {self.stopped_by}; {saved}")
-            if steps and (model := self.folder.path / f"step{steps[0]}").is_dir():
-                self.folder.print(f"model: {model}")
-            raise SystemExit(128 + self.stop.signals.received)
+            steps, saved = self.states.checkpoints.steps, "no step is saved"
+            if steps:
+                saved = f"step {steps[0]} is saved: {resuming_command(self.folder)} goes on from there"
+            if isinstance(error, OSError):
+                print(f"error: {describe_file_error(error).rstrip('.')}; {saved}", file=sys.stderr)
+                raise SystemExit(1) from error
+            if isinstance(error, UserError) and steps:
+                raise UserError(f"{str(error).rstrip('.')}; {saved}") from error
+            if isinstance(error, Stop):
+                self.folder.print(f"stopped by {self.stopped_by}; {saved}")
+                if steps and (model := self.folder.path / f"step{steps[0]}").is_dir():
+                    self.folder.print(f"model: {model}")
+                raise SystemExit(128 + self.stop.signals.received)
 
     @property
     def stopped_by(self) -> str:
@@ -165,17 +158,15 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Returns the lines printed at the start: environments, rows they left out, and the run folder."""
-        verb = "writing to"
+        place = f"writing to {self.folder.path}"
         if self.resumed:
-            rule, left = self.resumed.memory.get(STOPPED, ""), self.stop.left_rule
-            is_finished = rule or 0 < self.num_steps <= self.resumed.step
-            verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step}"
-            verb += f" by --stop_at {rule} (leave the rule out to continue)" * bool(rule)
-            verb += f", at which --stop_at {left} had ended the run," * bool(left) + " in"
-        place = f"{verb} {self.folder.path}"
+            rule = self.resumed.memory.get(STOPPED, "")
+            verb = "finished" if rule or 0 < self.num_steps <= self.resumed.step else "resuming"
+            by = f" by --stop_at {rule} (leave the rule out to continue)" if rule else ""
+            place = f"{verb} at step {self.resumed.step}{by} in {self.folder.path}"
         if not (self.folder.path / "report.html").exists():
             place += "; report.html is there after the first save"
-        return [*describe_environments(self.environments.values()), *self.states.describe(), place]
+        return [*describe_environments(self.environments.values()), place]
 
     def begin(self, progress: Progress, state: TrainState, evaluate: Evaluate) -> Progress:
         """Evaluates before the first step, and logs that; returns the progress. A signal ends the run at once."""
@@ -224,24 +215,25 @@ class Run:
         Raises: OSError when an earlier save has failed, or another run has taken the folder.
         """
         step, is_due_now = progress.step, is_due(progress.step, self.folder.settings["test_interval"])
-        is_evaluated = is_last or is_due_now
+        is_evaluated, is_first = is_last or is_due_now, self.log.num_steps == 0
         metrics |= evaluate(state, step) if is_evaluated else {}
         metrics |= self.log.step_metrics(progress, metrics)
         progress = self.judge(progress, metrics)
         is_last |= STOPPED in progress.memory
         metrics |= evaluate(state, step) if is_last and not is_evaluated else {}
         self.log.write(step, metrics)
-        for problem in self.stop.missing(metrics, is_held_out=False) if self.log.num_steps == 0 else ():
-            self.log.warn(step, self.curve, problem)
+        for problem in self.stop.missing(metrics, is_held_out=False) if is_first else ():
+            self.log.note(step, self.curve, problem, is_warning=True)
         if rollouts:
-            self.log.write_rollouts(step, *rollouts, is_last or is_due_now or self.log.num_steps == 0)
+            self.log.write_rollouts(step, *rollouts, is_last or is_due_now or is_first)
         progress = self.save_best(progress, state, metrics)
         is_saved = is_last or is_due(step, self.config.save_interval)
         if is_saved:
             self.states.save_step(state, progress)
         self.log.end_step()
         self.states.end_step(state, progress)
-        self.folder.check_lock()
+        if self.folder.is_lost:
+            raise OSError(f"another process has taken {self.folder.path}, since this one was silent for long: end one")
         if is_saved and not is_last:
             self.write_report()
         if is_saved:

@@ -20,7 +20,7 @@ from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.metrics.curves import read_metrics
 from utils.runs.checkpoints import CheckpointManager
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import UserError
 
 
 class States:
@@ -31,8 +31,8 @@ class States:
 
     def __init__(self, folder: RunFolder, card: ModelCard):
         self.folder, self.layout, self.keep, self.card = folder, folder.layout, folder.config.keep, card
-        bucket = folder.bucket
-        self.checkpoints = CheckpointManager((bucket.path if bucket else folder.path) / "state", folder.layout)
+        place = folder.bucket.path if folder.bucket else folder.path
+        self.checkpoints = CheckpointManager(place / "state", folder.layout)
         self.newest: tuple[TrainState, Progress] | None = None
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress | None]:
@@ -55,20 +55,11 @@ class States:
         if problem := self.layout.broadcast(problem):
             raise UserError(f"{problem}: free space, or name a --save_dir on another disk")
 
-    def describe(self) -> list[str]:
-        """Returns a line if the next save removes several models."""
-        steps = model_steps(self.folder.path)
-        if not self.keep or len(steps) <= self.keep:
-            return []
-        removed = counted(len(steps) - self.keep, "model")
-        return [f"--keep {self.keep}: the next save removes {removed}, from step{steps[0]} on"]
-
     def begin(self, model: Decoder, tokenizer: Tokenizer) -> None:
         """Sets the model, and the tokenizer that is saved with it."""
         self.model, self.tokenizer = model, tokenizer
-        model_dir = self.folder.model_dir
-        adapters = read_adapters(find_model(model_dir))
-        base = adapters.base if adapters else model_dir
+        adapters = read_adapters(find_model(self.folder.model_dir))
+        base = adapters.base if adapters else self.folder.model_dir
         local = find_local(base)
         self.base = str(local.absolute()) if local else base  # PEFT looks in the working directory only
 
@@ -80,16 +71,15 @@ class States:
         self.checkpoints.check_errors()
 
     def save_newest(self) -> tuple[TrainState, Progress] | None:
-        """Writes the newest state in the background, if there is one; a run never resumes from half of one.
+        """Writes the newest state in the background, if there is one, and returns it.
 
-        Returns it; None if there is none.
+        A run never resumes from half of a state.
         """
         newest, self.newest = self.newest, None
-        if newest is None:
+        # An update that did not end has deleted the arrays that were donated to it.
+        if newest is None or any(x.is_deleted() for x in jax.tree.leaves(newest[0])):
             return None
         state, progress = newest
-        if any(x.is_deleted() for x in jax.tree.leaves(state)):
-            return None  # donated to an update that did not end
         self.folder.upload()
         saved = asdict(progress)
         if not progress.memory:
@@ -123,8 +113,6 @@ class States:
 
 def saved_tokenizer(tokenizer: Tokenizer, played: RolloutSettings, settings: Mapping[str, object]) -> Tokenizer:
     """Returns the tokenizer of saved models, with the prompts and sampling settings of training."""
-    problem = played.env.problem(0)
-    tokenizer = tokenizer.with_generation(
-        generation_settings(settings, played.max_new_tokens), settings["stop_strings"]
-    )
+    problem, sampling = played.env.problem(0), generation_settings(settings, played.max_new_tokens)
+    tokenizer = tokenizer.with_generation(sampling, settings["stop_strings"])
     return tokenizer if problem.plain else tokenizer.with_training_prompts(problem.thinking, problem.prefix)

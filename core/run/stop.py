@@ -28,26 +28,20 @@ class Stopping:
             from utils.runs.stopping import parse_rules
 
             self.rules = parse_rules(stop_at)
-        self.left_rule = ""  # rule that ended the run before, and that --stop_at does not have now
 
     def missing(self, metrics: Mapping[str, JSON], is_held_out: bool) -> list[str]:
         """Returns a sentence for each rule on a held-out score, or on another metric, that is not among these."""
-        rules = [rule for rule in self.rules if rule.metric.startswith("test_") == is_held_out]
-        sentences = []
-        for rule in rules:
-            if rule.metric not in metrics:
-                close = most_similar(rule.metric, metrics)
-                remedy = f"give {close}, or another name" if close else "give a name"
-                text = f"--stop_at {rule}: the run has logged no metric {rule.metric}"
-                sentences.append(f"{text}: {remedy} of the table in docs/metrics.md")
-        return sentences
+        unknown = [x for x in self.rules if x.metric.startswith("test_") == is_held_out and x.metric not in metrics]
+        return [
+            f"--stop_at {rule}: the run has logged no metric {rule.metric}: give "
+            f"{most_similar(rule.metric, metrics) or 'another one'}, or a name of the table in docs/metrics.md"
+            for rule in unknown
+        ]
 
     def resume(self, progress: Progress) -> Progress:
         """Returns the progress, which a rule that was left out does not end any more."""
-        rule = progress.memory.get(STOPPED, "")
-        if not rule or rule in map(str, self.rules):
+        if progress.memory.get(STOPPED, "") in ("", *map(str, self.rules)):
             return progress
-        self.left_rule = rule
         return replace(progress, memory={name: x for name, x in progress.memory.items() if name != STOPPED})
 
     def judge(self, progress: Progress, metrics: Mapping[str, JSON]) -> Progress:

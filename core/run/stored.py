@@ -39,8 +39,19 @@ def read_episodes(file: Path) -> Episodes:
     has_turns = "conversation" in rows[0]
     turn_rewards = arrays.get("turn_rewards", np.zeros((0, 0)))
     scores = {name.removeprefix("scores/"): np.float32(x) for name, x in arrays.items() if name.startswith("scores/")}
+    num_rows = len(arrays["tokens"])
+    completions = Completions(
+        tokens=np.int32(arrays["tokens"]),
+        mask=arrays["mask"],
+        logprobs=np.float32(arrays["logprobs"]),
+        lengths=np.int32(arrays["lengths"]),
+        prompt_lengths=np.int32(arrays["prompt_lengths"]),
+        finished=arrays["finished"].astype(bool),
+        slot_steps=np.zeros(num_rows, np.float32),
+        num_observed=np.int32(arrays.get("num_observed", np.zeros(num_rows))),
+    )
     return Episodes(
-        completions=stored_completions(arrays),
+        completions=completions,
         rollout=np.int64(arrays["rollout"]),
         task_ids=np.int64(arrays["tasks"]),
         texts=[str(row["text"]) for row in rows],
@@ -52,19 +63,4 @@ def read_episodes(file: Path) -> Episodes:
         conversations=[row["conversation"] for row in rows] if has_turns else [],
         turn_rewards=[rewards[~np.isnan(rewards)].tolist() for rewards in turn_rewards],
         positions=np.int64(arrays["positions"]),
-    )
-
-
-def stored_completions(arrays: dict[str, np.ndarray]) -> Completions:
-    """Returns the token ids of stored rollouts, and what is recorded of them."""
-    num_rows = len(arrays["tokens"])
-    return Completions(
-        tokens=np.int32(arrays["tokens"]),
-        mask=arrays["mask"],
-        logprobs=np.float32(arrays["logprobs"]),
-        lengths=np.int32(arrays["lengths"]),
-        prompt_lengths=np.int32(arrays["prompt_lengths"]),
-        finished=arrays["finished"].astype(bool),
-        slot_steps=np.zeros(num_rows, np.float32),
-        num_observed=np.int32(arrays.get("num_observed", np.zeros(num_rows))),
     )

@@ -1,12 +1,10 @@
 """Files of rows: JSON, JSON lines, CSV and Parquet, recognized by their content, not by their names."""
 
-import contextlib
 import csv
 import gzip
 import io
 import json
 import re
-import shlex
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +15,7 @@ from utils.settings.errors import UserError, check_installed
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 RawRow = dict[str, JSON]  # values of a row, by column
+Located = Iterator[tuple[str, RawRow | Exception]]  # each row with its location (file:line), or why there is none
 
 BATCH = 256  # rows of Parquet that are decoded at once
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
@@ -28,39 +27,31 @@ SPEAKERS = ("role", "from")  # keys of a message that name who speaks
 SPACE = re.compile(r"\s*")
 
 
-def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields each row of a file with its location (file:line), or the reason why there is none.
+def read_file(path: Path) -> Located:
+    """Yields the rows of a file in the format that its beginning shows.
 
     Raises: UserError if the file, or the rest of it, cannot be read; OSError.
     """
     try:
-        yield from read_rows(path)
+        with open_file(path) as file:
+            is_parquet = file.read(len(PARQUET)) == PARQUET
+        first = b"" if is_parquet else next((line for _, line in read_lines(path)), b"")
+        separator = next((sign for sign in ",;\t|" if sign.encode() in first), "," if ".csv" in path.suffixes else "")
+        if is_parquet:
+            yield from read_parquet(path)
+        elif not first:
+            raise UserError(f"{path} is empty: write rows into it")
+        elif first.startswith((b"{", b"[")):
+            yield from read_json(path)
+        elif separator and b"\0" not in first:
+            yield from read_csv(path, separator)
+        else:
+            raise UserError(
+                f"{path} begins with {first[:40]!r}, which is neither JSON nor a line of names: write its rows as "
+                "JSON, JSON lines, CSV or Parquet, in UTF-8"
+            )
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the rows of a file in the format that its beginning shows."""
-    with open_file(path) as file:
-        is_parquet = file.read(len(PARQUET)) == PARQUET
-    if is_parquet:
-        yield from read_parquet(path)
-        return
-    first = next((line for _, line in read_lines(path)), b"")
-    if not first:
-        raise UserError(f"{path} is empty: write rows into it")
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # as Excel writes text
-        raise UserError(f"{path} is UTF-16: convert it by `iconv -f utf-16 -t utf-8 {shlex.quote(str(path))} > NEW`")
-    separator = next((sign for sign in ",;\t|" if sign.encode() in first), "," if ".csv" in path.suffixes else "")
-    if first.startswith((b"{", b"[")):
-        yield from read_json(path)
-    elif separator and b"\0" not in first:
-        yield from read_csv(path, separator)
-    else:
-        raise UserError(
-            f"{path} begins with {first[:40]!r}, which is neither JSON nor a line of names: write its rows as JSON, "
-            "JSON lines, CSV or Parquet"
-        )
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -81,8 +72,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 # JSON
 
 
-def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the objects of a file: one on each line, in a list, or one behind the other.
+def read_json(path: Path) -> Located:
+    """Yields the objects of a file: one on each line, in a list, or one after the other.
 
     A list may also be in an object: {"data": [...]}.
     """
@@ -97,7 +88,7 @@ def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def read_values(path: Path) -> list[JSON]:
-    """Returns the values of a file, one or several behind each other. Raises: UserError if it is not JSON."""
+    """Returns the values of a file, one after the other. Raises: UserError if it is not JSON."""
     decoder, values = json.JSONDecoder(), []
     try:
         with open_file(path) as file:
@@ -120,20 +111,19 @@ def find_rows(values: list[JSON]) -> list[JSON]:
         case [list(rows)]:
             return rows
         case [dict(value)]:
-            lists = [x for name, x in value.items() if (name in LISTS or len(value) == 1) and is_list_of_rows(x)]
+            named = [x for name, x in value.items() if name in LISTS or len(value) == 1]
+            lists = [x for x in named if is_list_of_objects(x) and not is_conversation(x)]
             return lists[0] if len(lists) == 1 else values
     return values
 
 
-def is_list_of_rows(value: JSON) -> bool:
-    """True for a list of objects, none of which is a message."""
-    return isinstance(value, list) and all(isinstance(x, dict) for x in value) and not is_conversation(value)
+def is_list_of_objects(value: JSON) -> bool:
+    return isinstance(value, list) and all(isinstance(x, dict) for x in value)
 
 
 def is_conversation(value: JSON) -> bool:
     """True for a list of objects with the name of a speaker."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(x, dict) and any(key in x for key in SPEAKERS) for x in value)
+    return bool(value) and is_list_of_objects(value) and all(any(key in x for key in SPEAKERS) for x in value)
 
 
 def parse_json(line: bytes) -> RawRow | Exception:
@@ -150,14 +140,14 @@ def check_row(row: JSON) -> RawRow | Exception:
     return row if isinstance(row, dict) else ValueError("it is not an object with named columns")
 
 
-# CSV
+# CSV and Parquet
 
 
-def read_csv(path: Path, separator: str) -> Iterator[tuple[str, RawRow | Exception]]:
+def read_csv(path: Path, separator: str) -> Located:
     """Yields the rows below a line of names. Raises: UserError if a quote does not end well."""
     csv.field_size_limit(MAX_FIELD)
     with open_file(path) as file:
-        # A byte that is not UTF-8 becomes half a surrogate pair, which check_text names with its row.
+        # A byte that is not UTF-8 becomes half a surrogate pair, which `load_rows` rejects with its row.
         text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         rows = csv.reader(text, strict=True, delimiter=separator)
         names, first = [], 1  # line that begins a row
@@ -166,27 +156,17 @@ def read_csv(path: Path, separator: str) -> Iterator[tuple[str, RawRow | Excepti
                 location, first = f"{path}:{first}", rows.line_num + 1
                 if not names:
                     names = values
-                    check_names(path, names)
+                    if repeated := next((name for name in names if names.count(name) > 1), ""):
+                        raise UserError(f"{path} has several columns {repeated!r}: give each a name of its own")
                 elif len(values) == len(names):
                     yield location, dict(zip(names, values, strict=True))
                 elif values:
-                    error = f"it has {len(values)} columns, and the first line names {len(names)}"
-                    yield location, ValueError(error)
+                    yield location, ValueError(f"it has {len(values)} columns, and the first line names {len(names)}")
         except csv.Error as error:
             raise UserError(f"{path}:{first} begins a row that is not CSV ({error}): correct it") from error
 
 
-def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError if the line of names names a column twice."""
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise UserError(f"{path} has several columns {repeated!r}: give each a name of its own")
-
-
-# Parquet
-
-
-def read_parquet(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+def read_parquet(path: Path) -> Located:
     """Yields the rows of a file."""
     check_installed("pyarrow", f"a Parquet file ({path})")
     import pyarrow.parquet
@@ -196,19 +176,10 @@ def read_parquet(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(BATCH, use_threads=False)
             rows = (row for batch in batches for row in batch.to_pylist())
             for i, row in enumerate(rows, 1):
-                yield f"{path}, row {i}", without_nulls(decoded(row))
+                yield f"{path}, row {i}", without_nulls(row)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
-
-
-def decoded(row: RawRow) -> RawRow:
-    """Returns a row whose bytes become text if they are UTF-8: some programs write text into Parquet so."""
-    texts = {}
-    for name, value in row.items():
-        with contextlib.suppress(UnicodeDecodeError):
-            texts |= {name: value.decode()} if isinstance(value, bytes) else {}
-    return row | texts
 
 
 def without_nulls(value: JSON, is_within: bool = False) -> JSON:

@@ -2,24 +2,23 @@
 
 import glob
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from envs.data.files import RawRow, read_file
+from envs.data.files import Located, read_file
 from utils.settings.errors import UserError, is_installed
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson")  # are read together
 KINDS = (".parquet", *JSON_KINDS, ".csv")  # files of rows; the first of equally frequent kinds is read
 NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")  # path before the shard's number, that number, number of shards
+SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})")
 OTHERS = "name another data set, or install the package datasets, which reads more of them: `pip install datasets`"
 TIMEOUT = 10  # seconds after which a hub that does not answer counts as absent
 
 
-def read_split(name: str, config: str, split: str) -> Iterator[tuple[str, RawRow | Exception]]:
+def read_split(name: str, config: str, split: str) -> Located:
     """Returns the rows of a split of a data set, each with its location; `name`: owner/name on the hub, or a folder.
 
     Raises: UserError if there is no such configuration or split; what the hub's client raises.
@@ -33,7 +32,7 @@ def read_split(name: str, config: str, split: str) -> Iterator[tuple[str, RawRow
     return chain.from_iterable(map(read_file, files))
 
 
-def read_by_datasets(name: str, config: str, split: str) -> Iterator[tuple[str, RawRow]]:
+def read_by_datasets(name: str, config: str, split: str) -> Located:
     """Yields the rows of a split as the package `datasets` reads it. Raises: UserError with its reason if it cannot."""
     import datasets
 
@@ -53,7 +52,7 @@ def fetch_split(name: str, config: str, split: str) -> list[Path]:
     try:
         info = HfApi().dataset_info(name, timeout=TIMEOUT)  # the only call that never waits longer
     except Exception as error:  # noqa: BLE001 (of the client's network libraries, which change)
-        try:  # without patterns the client refuses a cache that lacks other files of the data set
+        try:  # without patterns the client rejects a cache that lacks other files of the data set
             folder = snapshot_download(name, repo_type="dataset", local_files_only=True, allow_patterns=[])
         except Exception:  # noqa: BLE001
             raise error from None
@@ -77,13 +76,14 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     Words in the names of folders tell the split, or, if there are none, in the names of files; files without such a
     word are for training. Raises: UserError if there is none, if folders differ, or if a shard is missing.
     """
+    every = [name for name in sorted(names) if is_of_rows(name)]
     folder = f"{config}/" * (config not in ("", "default"))
-    rows = [name for name in sorted(names) if name.startswith(folder) and is_of_rows(name)]
-    if folder and not rows:
-        configs = ", ".join(sorted({name.split("/")[0] for name in names if is_of_rows(name) and "/" in name}))
-        raise UserError(f"{origin} has no configuration {config}: choose one of {configs or 'no folders'}, or {OTHERS}")
+    rows = [name for name in every if name.startswith(folder)]
     if not rows:
-        raise UserError(f"{origin} holds no file of rows ({', '.join(KINDS)}): {OTHERS}")
+        configs = ", ".join(sorted({name.split("/")[0] for name in every if "/" in name})) or "no folders"
+        of_rows = f"file of rows ({', '.join(KINDS)}):"
+        what = f"configuration {config}: choose one of {configs}, or" if folder else of_rows
+        raise UserError(f"{origin} has no {what} {OTHERS}")
     splits = {word: one_kind(of_split(rows, len(folder), word)) for word in dict.fromkeys((*WORDS, split))}
     if not any(splits.values()):
         splits["train"] = one_kind(rows)
@@ -94,7 +94,11 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     folders = sorted({file.rpartition("/")[0] for file in files})
     if len(folders) > 1:
         raise UserError(f"{origin} has several configurations: name one by {origin}:NAME ({', '.join(folders)})")
-    check_shards(files, origin)
+    shards = {shard[0]: shard for shard in map(SHARD.match, files) if shard}
+    for start, total in {shard.groups() for shard in shards.values()}:
+        missing = {f"{start}-{i:05}-of-{total}" for i in range(int(total))} - shards.keys()
+        if missing:  # as in a download that was cut off
+            raise UserError(f"{origin} lacks {min(missing)}, {len(missing)} such files in all: download them again")
     return files
 
 
@@ -114,21 +118,7 @@ def of_split(names: Sequence[str], start: int, split: str) -> list[str]:
 
 def one_kind(files: Sequence[str]) -> list[str]:
     """Returns the files of the most frequent kind of row files."""
-    kinds = {file: PurePosixPath(file.removesuffix(".gz")).suffix for file in files}
-    counts = Counter(kinds.values())
-    best = max(KINDS, key=lambda kind: counts[kind])
-    return [file for file, kind in kinds.items() if kind in (JSON_KINDS if best in JSON_KINDS else (best,))]
-
-
-def check_shards(files: Sequence[str], origin: str) -> None:
-    """Raises UserError if a shard is missing, as in a download that was cut off."""
-    shards = defaultdict(set)
-    for file in files:
-        if shard := SHARD.match(file):
-            shards[shard[1], int(shard[3])].add(int(shard[2]))
-    for (start, total), numbers in shards.items():
-        if missing := sorted(set(range(total)) - numbers):
-            raise UserError(
-                f"{origin} lacks {start}-{missing[0]:05}-of-{total:05}, {len(missing)} such files in all: download "
-                "them again"
-            )
+    suffixes = [PurePosixPath(file.removesuffix(".gz")).suffix for file in files]
+    best = max(KINDS, key=suffixes.count)
+    kinds = JSON_KINDS if best in JSON_KINDS else (best,)
+    return [file for file, suffix in zip(files, suffixes, strict=True) if suffix in kinds]

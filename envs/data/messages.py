@@ -99,14 +99,6 @@ def read_exchange(row: RawRow, columns: Columns) -> Exchange:
     return Exchange(with_system(row, said), value, reply=[], tools=tools, column=column)
 
 
-def has_column(row: RawRow, name: str) -> bool:
-    try:
-        get_column(row, name)
-    except KeyError:
-        return False
-    return True
-
-
 def get_column(row: RawRow, name: str) -> JSON:
     """Returns the value of a column; dots lead to nested ones. Raises: KeyError if there is none."""
     if name in row:
@@ -117,6 +109,14 @@ def get_column(row: RawRow, name: str) -> JSON:
             raise KeyError(name)
         value = value[part]
     return value
+
+
+def has_column(row: RawRow, name: str) -> bool:
+    try:
+        get_column(row, name)
+    except KeyError:
+        return False
+    return True
 
 
 def is_nothing(value: JSON) -> bool:
@@ -135,15 +135,10 @@ def check_columns(row: RawRow) -> None:
 
 
 def read_prompt(value: JSON) -> str | list[Message]:
-    """Returns text or chat messages. Raises: ValueError for anything else."""
-    if isinstance(value, str):
-        return read_messages(value) if is_list_of_messages(value) else value
-    return read_messages(value)
-
-
-def is_list_of_messages(text: str) -> bool:
-    """True for a text that is a list of messages, as tables of text have them."""
-    return bool(re.match(rf"\s*\[\s*\{{.*[\"'](?:{'|'.join(SPEAKERS)})[\"']\s*:", text, re.DOTALL))
+    """Returns text or chat messages, which a table may hold as text. Raises: ValueError for anything else."""
+    is_text = isinstance(value, str)
+    speaker = rf"\s*\[\s*\{{.*[\"'](?:{'|'.join(SPEAKERS)})[\"']\s*:"
+    return value if is_text and not re.match(speaker, value, re.DOTALL) else read_messages(value)
 
 
 def as_messages(value: JSON, role: str) -> list[Message]:
@@ -166,21 +161,14 @@ def with_system(row: RawRow, prompt: str | list[Message]) -> str | list[Message]
     return [{"role": "system", "content": text}, *messages]
 
 
-def read_alpaca(row: RawRow) -> str | list[Message]:
-    """Returns the prompt of Alpaca's columns: instruction, a new line and input; behind the pairs of history."""
+def read_alpaca(row: RawRow) -> str:
+    """Returns the prompt of Alpaca's columns: instruction, a new line and input."""
     texts = [row.get(name) or "" for name in ("instruction", "input")]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("its instruction or its input is no text")
-    prompt = "\n".join(filter(None, texts))
-    if is_nothing(row.get("history")):
-        return prompt
-    match row["history"]:
-        case [*turns] if all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-            roles = ("user", REPLY)
-            pairs = [pair for turn in turns for pair in zip(roles, turn, strict=True)]
-            messages = [{"role": role, "content": text} for role, text in (*pairs, ("user", prompt))]
-            return read_messages(messages)
-    raise ValueError("its history is no list of pairs of texts")
+        raise ValueError("its instruction or its input is not text")
+    if not is_nothing(row.get("history")):
+        raise ValueError("its column history is not read: write the conversation as messages")
+    return "\n".join(filter(None, texts))
 
 
 def read_messages(value: JSON) -> list[Message]:
@@ -208,7 +196,10 @@ def read_message(what: str, message: Message) -> Message:
     weights = [read_weight(what, role, key, left.pop(key)) for key in WEIGHTS if key in left]
     kept = {key: left.pop(key) for key in KEPT if not is_nothing(left.get(key))}
     if named == CALL:
-        content, kept["tool_calls"] = "", as_calls(what, content)
+        call = f"the call in {what.removeprefix('its ')}"
+        calls = read_json(content, call) if isinstance(content, str) else content
+        calls = calls if isinstance(calls, list) else [calls]
+        content, kept["tool_calls"] = "", [{"type": "function", "function": each} for each in calls]
     if "tool_calls" in kept:
         kept["tool_calls"] = read_calls(what, kept["tool_calls"])
         content = content or ""
@@ -225,12 +216,10 @@ def read_content(what: str, content: JSON) -> str:
     """Returns the text of a message, or of its parts, which must all be text."""
     if isinstance(content, list):
         for number, part in enumerate(content, 1):
-            match part:
-                case {"type": "text", "text": str(), **rest} if all(map(is_nothing, rest.values())):
-                    continue
-                case {"type": kind}:
-                    raise ValueError(f"part {number} of {what.removeprefix('its ')} is {kind!r:.40}: only text is read")
-            raise ValueError(f"part {number} of {what.removeprefix('its ')} is no part of the type text")
+            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            if not is_text or not all(is_nothing(x) for key, x in part.items() if key not in ("type", "text")):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(f"part {number} of {what.removeprefix('its ')} is {kind!r:.40}: only text is read")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         kind = "null" if content is None else f"a {type(content).__name__}"
@@ -296,13 +285,6 @@ def read_tools(value: JSON) -> tuple[Schema, ...]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise ValueError("its column tools is no list of JSON schemas with a name each")
     return tuple(tools)
-
-
-def as_calls(what: str, content: JSON) -> list[JSON]:
-    """Returns the calls in a message of the role function_call, whose content is their JSON."""
-    calls = read_json(content, f"the call in {what.removeprefix('its ')}") if isinstance(content, str) else content
-    calls = calls if isinstance(calls, list) else [calls]
-    return [{"type": "function", "function": call} for call in calls]
 
 
 def read_calls(what: str, calls: JSON) -> list[JSON]:

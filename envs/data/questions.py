@@ -59,18 +59,18 @@ class Questions(Env):
         return Problem(messages, answer, thinking=True, prefix=prefix, place=place)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        is_trial = isinstance(text, Trial)
-        answer = final_answer(text, text.form if is_trial else self.form)
-        formed = answer is not None  # the text holds an answer in the asked form
-        correct = formed and (self.is_read if is_trial else self.is_equal)(problem.answer, answer)
+        answer = final_answer(text, self.form)
+        formed = answer is not None  # the text holds an answer in the required form
+        is_equal = self.is_read if isinstance(text, Trial) else self.is_equal
+        correct = formed and is_equal(problem.answer, answer)
         value = 1.0 if correct else self.partial * formed
         return {"return": value, "correct_answer": float(correct), "format": float(formed)}
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, problem.answer)
 
-    def trials(self, problem: Problem, form: str) -> list[Trial]:
-        return written_trials(problem, form, [problem.answer])
+    def trials(self, problem: Problem) -> list[Trial]:
+        return written_trials(problem, self.form, [problem.answer])
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:
@@ -86,4 +86,4 @@ def written_trials(problem: Problem, form: str, references: list[str]) -> list[T
     """Returns a reply for each reference, in a form; in the form any as the prompt shows it, or in those of models."""
     shown = shown_form(problem.messages) if form == "any" else form
     ways = [shown] if shown else ["any", "alone", "boxed"]
-    return [Trial.of(WRITTEN[way].format(text), form, text, way) for way in ways for text in references]
+    return [Trial.of(WRITTEN[way].format(text), text, way) for way in ways for text in references]

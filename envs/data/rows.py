@@ -3,16 +3,15 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs.data.files import JSON, NOT_UTF8, RawRow, read_file
+from envs.data.files import JSON, NOT_UTF8, Located, RawRow, read_file
 from envs.data.hub import read_split
 from utils.settings.errors import UserError, counted
 
-ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
 SKIP = "or leave such rows out by skip_bad_rows=true in --env_options"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
@@ -78,12 +77,8 @@ def load_rows(
     `skip_bad_rows`, also for the first malformed row, by file and line.
     """
     origin, located = read_source(name, source, data_dir)
-    rows = []
-    seen = set()
-    left_out = Counter()
-    total = 0
-    for location, raw in located:
-        total += 1
+    rows, seen, left_out, total = [], set(), Counter(), 0
+    for total, (location, raw) in enumerate(located, 1):  # noqa: B007 (read below)
         try:
             if isinstance(raw, Exception):
                 raise raw
@@ -113,25 +108,14 @@ def load_rows(
     return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 
 
-def check_text(value: JSON) -> None:
-    """Raises UserError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
-
-    UTF-8 cannot express half a surrogate pair. JSON can hold one, and bytes of other encodings become such halves.
-    """
-    if isinstance(value, str):
-        if "\0" in value:
-            raise UserError("it holds a zero byte")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            character = value[error.start]
-            is_byte = ESCAPED_BYTES[0] <= character <= ESCAPED_BYTES[1]
-            raise UserError(f"it holds {character!a}, which is {NOT_UTF8 if is_byte else 'not UTF-8'}") from error
-    elif isinstance(value, dict):
-        check_text([*value, *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            check_text(item)
+def check_text(row: RawRow) -> None:
+    """Raises ValueError for text with half a surrogate pair, which JSON can hold, and which other encodings become."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        is_byte = "\udc80" <= character <= "\udcff"  # of another encoding
+        raise ValueError(f"it holds {character!a}, which is {NOT_UTF8 if is_byte else 'not UTF-8'}") from error
 
 
 def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, skip: str) -> str:
@@ -159,9 +143,7 @@ def find_local(source: Source, data_dir: str) -> Path | None:
     """
     root = Path(os.path.expanduser(data_dir)).absolute()
     hub = source.hub.partition(":")[0]
-    places = []
-    if data_dir or not hub:
-        places += [root / name for name in source.files if (root / name).is_file()]
+    places = [path for path in map(root.joinpath, source.files) if path.is_file() and (data_dir or not hub)]
     if hub:
         name = Path(hub).name
         copies = [root / hub, root / name, *[root] * (root.name == name)] if data_dir else [root / hub]
@@ -169,7 +151,7 @@ def find_local(source: Source, data_dir: str) -> Path | None:
     return next(iter(places), None)
 
 
-def read_source(name: str, source: Source, data_dir: str) -> tuple[str, Iterator[tuple[str, RawRow | Exception]]]:
+def read_source(name: str, source: Source, data_dir: str) -> tuple[str, Located]:
     """Returns where the rows of a source are, and these with their locations. Raises: UserError with what to do."""
     place = find_local(source, data_dir)
     hub, _, config = source.hub.partition(":")

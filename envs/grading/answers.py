@@ -556,16 +556,12 @@ def to_frac(value: Fraction) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
-    """Returns sympy's expressions that math-verify reads in a text; nothing if that could take forever.
-
-    What does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
-    """
-    return _expressions(text, is_reference) if is_tame(text) else []
-
-
 @functools.lru_cache(maxsize=1024)  # a reference is compared with every reply of its group
-def _expressions(text: str, is_reference: bool) -> list[Expression]:
+def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
+    """Returns sympy's expressions that math-verify reads in a text, which must be tame.
+
+    Text that does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
+    """
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit, a signal, is off

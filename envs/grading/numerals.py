@@ -56,12 +56,6 @@ class Number(NamedTuple):
 
 # words
 
-
-def word_set(text: str) -> frozenset[str]:
-    """Returns the words of a text as a set."""
-    return frozenset(text.split())
-
-
 SCALES = """\
 12 dozen dozens
 100 hundred hundreds
@@ -74,9 +68,9 @@ SCALES = """\
 1e15 quadrillion
 """  # a factor and the words for it on each line
 SCALE_OF = {word: int(float(factor)) for factor, *names in map(str.split, SCALES.splitlines()) for word in names}
-PARTS = word_set(
+PARTS = frozenset(
     "half halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths"
-    " tenth tenths hundredth hundredths thousandth thousandths millionth millionths quarter"
+    " tenth tenths hundredth hundredths thousandth thousandths millionth millionths quarter".split()
 )
 KINDS = {
     # wherever they stand
@@ -98,9 +92,8 @@ KINDS = {
 KIND_OF = {word: kind for kind, names in KINDS.items() for word in names.split()}
 DIRECTLY_BEHIND = KINDS["behind"].split() + "divided multiplied raised point dot mod modulo power factors".split()
 # Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
-CHANGING = PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
-CHANGING |= word_set(KINDS["negation"])
-CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1}
+CHANGING = PARTS | {*"squared cubed doubled tripled halved factorial twice thrice half th".split()}
+CHANGING |= {*KINDS["negation"].split()} | {name.lower() for name in SCALE_OF if len(name) > 1}
 UNITS = """cm centimeter centimeters centimetre centimetres 厘米, mm millimeter millimeters millimetre millimetres,
 m meter meters metre metres 米 м, km kilometer kilometers kilometre kilometres 公里 千米 км, in inch inches,
 ft foot feet, yd yard yards, mi mile miles, g gram grams 克, kg kilogram kilograms 公斤 千克 кг, lb lbs pound pounds,
@@ -122,7 +115,7 @@ OTHER_WORDS = re.compile(
     f"|это|итого|الجواب|الإجابة|هو|هي|{'|'.join(name for name in UNIT_OF if not name.isascii())})+",
     re.IGNORECASE,
 )  # those that change no number: "the answer is", units
-UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
+UNIT_LETTERS = {*"mglLshdtNWVJCF"}
 
 
 def word_kind(word: str) -> str:

@@ -33,15 +33,8 @@ def graded_blocks(text: str) -> float:
     is_ended = text.removesuffix("\n").endswith("</answer>")
     if is_begun and is_joined and is_ended:
         return 1.0
-    has_think = has_block(text, "<think>", "</think>")
-    has_answer = has_block(text, "<answer>", "</answer>")
+    has_think, has_answer = (end in text.partition(start)[2] for start, end in (TAGS[:2], TAGS[2:]))
     return 0.1 * has_think + 0.5 * has_answer
-
-
-def has_block(text: str, start: str, end: str) -> bool:
-    """True if the end tag is somewhere behind a start tag."""
-    found = text.find(start)
-    return found >= 0 and text.find(end, found) >= 0
 
 
 FORMAT_REWARDS = {"think_answer": think_answer, "tags": quarter_per_tag, "blocks": graded_blocks}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.messages import Message
@@ -45,11 +45,6 @@ class Played(NamedTuple):
 
 
 Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" and others
-
-
-def has_steps(environment: Resettable) -> bool:
-    """True if an object takes actions by `step`; if not, its public methods are tools."""
-    return callable(getattr(environment, "step", None))
 
 
 # TRL
@@ -82,30 +77,22 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
 # reset and step
 
 
-class Answer(NamedTuple):
-    """Response of an object to an action."""
+def read_step(returned: object) -> tuple[object, float, bool]:
+    """Returns observation, reward and end from a tuple of four or five (Gym), a mapping, or an object (OpenEnv).
 
-    observation: object
-    reward: float
-    is_done: bool
-
-    @classmethod
-    def read(cls, answer: object) -> Self:
-        """Reads a tuple of four or five (Gym), a mapping (SkyRL-gym), or an object with attributes (OpenEnv).
-
-        Raises: AttributeError, KeyError or ValueError for anything else.
-        """
-        if isinstance(answer, tuple):
-            observation, reward, end, *others, _ = answer
-            ends = [end, *others]
-        elif isinstance(answer, Mapping):
-            observation, reward, ends = answer["observations"], answer["reward"], [answer["done"]]
-        else:
-            observation, reward, ends = answer.observation, answer.reward, [answer.done]
-        number = as_number(reward or 0.0)
-        if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
-            raise ValueError("the reward is no number, or the end neither true nor false")
-        return cls(observation, number, any(ends))
+    Raises: AttributeError, KeyError or ValueError for anything else.
+    """
+    if isinstance(returned, tuple):
+        observation, reward, end, *others, _ = returned
+        ends = [end, *others]
+    elif isinstance(returned, Mapping):
+        observation, reward, ends = returned["observations"], returned["reward"], [returned["done"]]
+    else:
+        observation, reward, ends = returned.observation, returned.reward, [returned.done]
+    number = as_number(reward or 0.0)
+    if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
+        raise ValueError("the reward is not a number, or the end neither true nor false")
+    return observation, number, any(ends)
 
 
 class GymEpisode(Episode):
@@ -124,7 +111,7 @@ class GymEpisode(Episode):
         self.text = reply
         returned = completed(self.environment.step(reply))
         try:
-            observation, reward, is_done = Answer.read(returned)
+            observation, reward, is_done = read_step(returned)
             messages = [] if is_done else as_messages(observation)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise wrong_return(self.environment.step, returned, STEP_FORM) from error
@@ -179,7 +166,7 @@ class ObjectEpisode(Episode):
         seed_generators(problem.seed)
         row = deepcopy(problem.answer)  # the object may keep and change its lists
         grade_last = partial(self.grade, grade)
-        if has_steps(environment):
+        if callable(getattr(environment, "step", None)):
             said = reset(environment, row, zlib.crc32(str(problem.seed).encode()))
             separator, self.player = "\n", GymEpisode(environment, grade_last)
         else:
@@ -251,7 +238,7 @@ def close(environment: Resettable) -> None:
 class Traits(NamedTuple):
     """Properties of the objects of a class."""
 
-    has_steps: bool
+    has_steps: bool  # they take actions by `step`; if not, their public methods are tools
     tools: Sequence[ToolFunction]
     pays: bool
 
@@ -279,7 +266,7 @@ class Adapter:
         space = getattr(environment, "action_space", None)
         if hasattr(environment, "get_observation") or hasattr(space, "sample") and not hasattr(space, "characters"):
             raise TypeError("their actions are no texts: name as_gym(CLASS) instead, see recipes/gyms/README.md")
-        if has_steps(environment):
+        if callable(getattr(environment, "step", None)):
             return Traits(True, (), True)
         return Traits(False, tuple(tool_methods(environment)), hasattr(environment, "get_reward"))
 

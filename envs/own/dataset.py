@@ -36,7 +36,7 @@ from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
 from envs.own.adapters import Adapter, Played
 from envs.own.functions import KeyColumns, RewardFunctions, is_correct
-from envs.own_code import code_files, load_object, read_names, with_passed_variables
+from envs.own_code import code_files, load_object, read_names
 from envs.tools.episode import ToolSettings
 from utils.settings.errors import UserError, check_installed, describe_error
 
@@ -54,6 +54,8 @@ class Dataset(Env):
     """
 
     splits = ("train", "valid", "test")
+    makes_prompts = False  # rows need no prompt, and may repeat
+    needs_answer = True  # a row without an answer cannot be graded
 
     def __init__(
         self,
@@ -87,21 +89,20 @@ class Dataset(Env):
         self.rewards = RewardFunctions(reward, reward_weights) if reward else None
         self.has_reward = bool(reward)
         self.code = code_files(reward) + code_files(episode)
-        self.adapter = None
-        self.tools = ()
+        self.adapter, self.tools = None, ()
         if episode:
             check_choice("dialect", dialect, TURN_DIALECTS)
             settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward)
             self.set_episodes(episode, max_turns, settings)
-        tests = None
-        if test_path:
-            tests = self.load(find_source(test_path, test_hub_split), skip_bad_rows)
+        self.needs_answer &= not self.has_reward
+        tests = self.load(find_source(test_path, test_hub_split), skip_bad_rows) if test_path else None
         if split == "test" and test_path:
             self.rows = tests
         else:
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.makes_prompts)
             self.note += selected
+        self.num_tasks = len(self.rows)
         if not self.has_reward:
             check_installed("math_verify", "comparing answers, as without --reward,")
         if reward:
@@ -112,20 +113,9 @@ class Dataset(Env):
             if self.opens and self.rewards.takes_groups:
                 self.note += "; episodes are graded one at a time: a reward that takes lists gets lists of one"
             self.note += "; a reply is correct from a return of 1 on, if the reward has no part correct_answer"
-        self.num_tasks = len(self.rows)
         self.bin_column = bin
         if bin and (place := next((row.place for row in self.rows if not bin_name(row.answer, bin)), "")):
             raise UserError(f"bin={bin}: {place} has no such column, or no value in it: name a column of every row")
-
-    @property
-    def makes_prompts(self) -> bool:
-        """True if rows need no prompt, and may repeat."""
-        return self.opens
-
-    @property
-    def needs_answer(self) -> bool:
-        """True if a row without an answer cannot be graded."""
-        return not self.has_reward
 
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
         """Returns the rows of a source, and notes how many were left out."""
@@ -142,14 +132,13 @@ class Dataset(Env):
         self.adapter = Adapter(load_object(named, "--episode", "class"), settings)
         self.max_turns = max_turns
         try:
-            with with_passed_variables():
-                traits = self.adapter.traits()
+            traits = self.adapter.traits()
         except (Exception, SystemExit) as error:
             reason = describe_error(error)
             raise UserError(
                 f"objects of --episode {episode} cannot be made or reset ({reason}): correct the class"
             ) from error
-        self.opens = True
+        self.opens = self.makes_prompts = True
         self.tools = traits.tools
         self.dialect = "" if traits.has_steps else settings.dialect
         self.has_reward = self.has_reward or traits.pays
@@ -159,9 +148,8 @@ class Dataset(Env):
 
         Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
         """
-        says_all = self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row)
-        if says_all:  # the first words of an episode
-            return Row([{"role": "user", "content": ""}], row)
+        if self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row):
+            return Row([{"role": "user", "content": ""}], row)  # the episode writes the whole prompt
         exchange = read_exchange(row, replace(self.columns, needs_answer=self.needs_answer))
         prompt = unweighted(exchange.prompt)
         if exchange.tools and self.tools:
@@ -183,18 +171,12 @@ class Dataset(Env):
             raise ValueError(f"its column {mark} is not used without a --reward: leave the column out")
         return Row(prompt, row if read_references(given) else None)
 
-    def find_prompt(self, row: RawRow) -> str:
-        """Returns the name of the column that holds the prompt."""
-        named = self.columns.messages or self.columns.prompt
-        return named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0]
-
     def problem(self, index: int) -> Problem:
         prompt, row, place = self.rows[index]
         tools = getattr(prompt, "tools", ()) or self.tools
         return Problem(as_messages(prompt, "user"), row, tools=tools, place=place)
 
     def bins(self) -> list[str]:
-        """Returns the value of the column `bin` in each row."""
         return [bin_name(row.answer, self.bin_column) for row in self.rows] if self.bin_column else []
 
     def episode(self, problem: Problem, seed: int) -> Episode:
@@ -212,20 +194,16 @@ class Dataset(Env):
         return self.grade_all(problem, plays) if self.rewards else [self.grade(problem, played) for played in plays]
 
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:
-        """Returns the rewards of a reply, or of an episode that has ended.
-
-        Raises: whatever a reward raises; this reply then has no reward.
-        """
+        """Returns the rewards of a reply, or of an episode that has ended. Raises: what a reward raises."""
         if self.rewards:
             return self.grade_all(problem, [played])[0]
         if self.has_reward:
             return {"return": 0.0, "correct_answer": 0.0}  # the episode's class computes the rewards
+        answer = final_answer(played.text, self.form)
         trial = played.text if isinstance(played.text, Trial) else None
-        answer = final_answer(played.text, trial.form if trial else self.form)
-        has_answer = answer is not None
         references = [trial.reference] if trial else self.references(problem)
-        correct = float(has_answer and any(same_math(one, answer, not trial) for one in references))
-        return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
+        correct = float(answer is not None and any(same_math(one, answer, not trial) for one in references))
+        return {"return": correct, "correct_answer": correct, "format": float(answer is not None)}
 
     def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
         """Returns the user's rewards of replies to a problem; a return of 1 or more is correct."""
@@ -234,28 +212,23 @@ class Dataset(Env):
 
     def key_columns(self, row: RawRow) -> KeyColumns:
         """Returns the names of the columns with the prompt and the answer."""
-        return KeyColumns(self.find_prompt(row), self.answer_column)
+        named = self.columns.messages or self.columns.prompt
+        return KeyColumns(named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0], self.answer_column)
 
     def references(self, problem: Problem) -> list[str]:
         """Returns the answers that are right; none if a reward's answers are neither texts nor numbers."""
-        if not has_column(problem.answer, self.answer_column):
-            return []
         try:
             return read_references(get_column(problem.answer, self.answer_column))
-        except ValueError:
+        except (KeyError, ValueError):
             return []
 
-    def reference(self, problem: Problem) -> str:
-        """Returns the first of the answers that are right, "" if there is none."""
-        return next(iter(self.references(problem)), "")
-
     def examples(self, problem: Problem) -> dict[str, str]:
-        reference = final_reference(self.reference(problem))
+        reference = final_reference(next(iter(self.references(problem)), ""))
         return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
 
-    def trials(self, problem: Problem, form: str) -> list[Trial]:
+    def trials(self, problem: Problem) -> list[Trial]:
         references = [] if self.has_reward else self.references(problem)
-        return written_trials(problem, form, [final_reference(reference) for reference in references])
+        return written_trials(problem, self.form, [final_reference(reference) for reference in references])
 
 
 def bin_name(row: RawRow, column: str) -> str:

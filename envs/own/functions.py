@@ -21,20 +21,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from envs.base import NOT_APPLICABLE, Env, Problem
+from envs.base import NOT_APPLICABLE, Changed, Env, Problem, Trial
 from envs.data.files import JSON, RawRow
 from envs.data.messages import get_column, has_column
 from envs.own.adapters import Adapter, Played, call, parameters
-from envs.own_code import (
-    Named,
-    as_number,
-    describe_function,
-    load_object,
-    passed_variables,
-    read_names,
-    variable_note,
-    wrong_return,
-)
+from envs.own_code import Named, as_number, describe_function, load_object, read_names, wrong_return
 from envs.tools.episode import ToolSettings
 from utils.processes import Dead, Lane
 from utils.settings.errors import UserError
@@ -75,11 +66,6 @@ class Signature:
         others = set(LISTS) - {"prompts"}
         return "trl" if others & set(self.names) or self.names[:1] == ("prompts",) else "own"
 
-    @property
-    def takes_lists(self) -> bool:
-        """True if it gets all replies to a problem at once."""
-        return self.form in ("trl", "verl batch")
-
     def check(self, row: RawRow, columns: KeyColumns, has_environments: bool) -> None:
         """Raises UserError if it needs an argument that is neither the reply nor a column."""
         lists = [name for name in LISTS if name != "environments" or has_environments]
@@ -100,11 +86,6 @@ class Signature:
         }
         names = ", ".join(map(repr, row))[:200]
         remedy = remedies.get(unknown[0]) or remedies.get(unknown[0].removesuffix("s"), "")
-        if self.name.startswith("compute_score") and not remedy:
-            remedy = (
-                f": name a function that wraps it\n    def reward(completion, answer, **row):\n"
-                f"        return {self.name}(completion, answer)"
-            )
         raise UserError(f"{self.place} needs {unknown[0]!r}, which is no column: there are {names}{remedy}")
 
 
@@ -118,7 +99,8 @@ class RewardFunction:
     @cached_property
     def signature(self) -> Signature:
         taken = parameters(self.function)
-        needed = [name for name, parameter in taken.items() if is_required(parameter)]
+        others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [name for name, x in taken.items() if x.default is x.empty and x.kind not in others]
         return Signature(self.name, describe_function(self.function), tuple(taken), tuple(needed))
 
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
@@ -128,7 +110,8 @@ class RewardFunction:
         """
         form = self.signature.form
         if form == "own":
-            returned = [self.call_own(played, row) for played in plays]
+            given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
+            returned = [call(partial(self.function, played.text), given) for played in plays]
             return [self.parts(value, "a number or a dict of numbers") for value in returned]
         if form == "verl":
             arguments = verl_arguments(row, columns)
@@ -140,11 +123,6 @@ class RewardFunction:
             return [self.scored(value) for value in self.items(call(self.function, lists), len(plays))]
         return self.call_lists(plays, row, columns)
 
-    def call_own(self, played: Played, row: RawRow) -> object:
-        """Calls it with the columns that it takes: those that it names, or all under `**row`."""
-        given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
-        return call(partial(self.function, played.text), given)
-
     def call_lists(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
         """Returns the parts of a reward that gets lists, as in TRL; values that it logs are parts of their own."""
         row = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
@@ -152,11 +130,13 @@ class RewardFunction:
         has_text = isinstance(prompt, str) and not plays[0].environment
         logged: list[Parts] = [{} for _ in plays]
         lists = {name: [value] * len(plays) for name, value in {**row, "prompts": prompt}.items()}
-        lists["completions"] = [played.text if has_text else as_messages(played) for played in plays]
+        replies = [[*played.messages] or [{"role": "assistant", "content": played.text}] for played in plays]
+        lists["completions"] = [played.text for played in plays] if has_text else replies
         lists["completion_ids"] = [list(played.ids) for played in plays]
         if plays[0].environment:
             lists["environments"] = [played.environment for played in plays]
-        lists |= {"log_extra": partial(log_extra, logged), "log_metric": partial(log_metric, logged)}
+        repeated = lambda name, value: log_extra(logged, name, [value] * len(plays))  # noqa: E731
+        lists |= {"log_extra": partial(log_extra, logged), "log_metric": repeated}
         values = self.items(call(self.function, lists), len(plays))
         parts = [{"return": math.nan, NOT_APPLICABLE: 1.0} if x is None else self.parts(x, ITEMS) for x in values]
         return [extra | part for extra, part in zip(logged, parts, strict=True)]
@@ -168,38 +148,31 @@ class RewardFunction:
             values = list(itertools.islice(values, count + 1))
             if len(values) == count:
                 return values
-        raise self.wrong(returned, f"{ITEMS}, which are {count} here")
+        raise wrong_return(self.function, returned, f"{ITEMS}, which are {count} here")
 
     def parts(self, value: object, form: str) -> Parts:
         """Returns the numbers that it returned for a reply."""
         parts = value if isinstance(value, Mapping) else {"return": value}
         numbers = {name: as_number(part) for name, part in parts.items()}
         if None in numbers.values() or not numbers:
-            raise self.wrong(value, form)
+            raise wrong_return(self.function, value, form)
         return numbers
 
     def scored(self, value: object) -> Parts:
         """Returns the reward as verl reads it: a dict's "score", or a list's first item; other numbers are logged."""
         if isinstance(value, list | tuple) and value:
             value = value[0]
+        form = 'a number, or a dict with a "score"'
         if not isinstance(value, Mapping):
-            return self.parts(value, 'a number, or a dict with a "score"')
+            return self.parts(value, form)
         numbers = {name: as_number(part) for name, part in value.items()}
         if numbers.get("score") is None:
-            raise self.wrong(value, 'a number, or a dict with a "score"')
+            raise wrong_return(self.function, value, form)
         others = {name: number for name, number in numbers.items() if number is not None and name != "score"}
         return others | {"return": numbers["score"]}
 
-    def wrong(self, value: object, form: str) -> TypeError:
-        return wrong_return(self.function, value, form)
-
 
 ITEMS = "a list with a number for each completion"
-
-
-def as_messages(played: Played) -> list[dict[str, JSON]]:
-    """Returns a reply as TRL gives it: a list of messages."""
-    return list(played.messages) or [{"role": "assistant", "content": played.text}]
 
 
 def log_extra(logged: list[Parts], column: str, values: Sequence[object]) -> None:
@@ -208,11 +181,6 @@ def log_extra(logged: list[Parts], column: str, values: Sequence[object]) -> Non
         number = as_number(value)
         if number is not None:
             parts[column] = number
-
-
-def log_metric(logged: list[Parts], name: str, value: object) -> None:
-    """Logs a number, the same for all replies of a call."""
-    log_extra(logged, name, [value] * len(logged))
 
 
 def verl_arguments(row: RawRow, columns: KeyColumns) -> dict[str, JSON]:
@@ -225,12 +193,6 @@ def ground_truth(row: RawRow, columns: KeyColumns) -> JSON:
     """Returns the reference of a row, as verl's files have it, or the answer; None if there is none."""
     names = filter(partial(has_column, row), ("ground_truth", "reward_model.ground_truth", columns.answer))
     return next((x for x in map(partial(get_column, row), names) if x is not None), None)
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    """True for a parameter that a call must give by its name or place."""
-    is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return is_one and parameter.default is parameter.empty
 
 
 class RewardFunctions:
@@ -267,7 +229,7 @@ class RewardFunctions:
 
     @property
     def takes_groups(self) -> bool:
-        return any(signature.takes_lists for signature in self.signatures)
+        return any(signature.form in ("trl", "verl batch") for signature in self.signatures)
 
     @property
     def takes_ids(self) -> bool:
@@ -308,22 +270,21 @@ def is_correct(value: float) -> float:
     return value if math.isnan(value) else float(value >= 1)
 
 
-class Rewarded(Env):
+class Rewarded(Changed):
     """An environment of one turn whose replies the user's rewards grade.
 
     Its own grader still counts correct answers, unless a reward has a part correct_answer, and its parts are logged.
     """
 
     def __init__(self, env: Env, rewards: RewardFunctions, code: tuple[Path, ...]):
-        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "reward_row", "bins"):
-            setattr(self, name, getattr(env, name))
-        self.env, self.rewards, self.code = env, rewards, (*env.code, *code)
+        super().__init__(env)
+        self.rewards, self.code = rewards, (*env.code, *code)
         self.truncation_penalty = 0.0
         self.takes_ids, self.takes_groups = rewards.takes_ids, rewards.takes_groups
         rewards.check(env.reward_row(env.problem(0)), KeyColumns())
 
-    def score(self, problem: Problem, text: str) -> dict[str, float]:
-        return self.score_group(problem, [text])[0]
+    def trials(self, problem: Problem) -> list[Trial]:
+        return []
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
         plays = [Played(text, getattr(text, "ids", ())) for text in texts]
@@ -333,11 +294,10 @@ class Rewarded(Env):
 
 # a look at the files before they are needed
 
-FOUND: dict[tuple[Named, int], Signature] = {}
+FOUND: dict[tuple[Named, int], Signature] = {}  # by a name, and when its file was changed
 
 
 def version(named: Named) -> tuple[Named, int]:
-    """Returns a name, and when its file was changed."""
     return named, named.file.stat().st_mtime_ns
 
 
@@ -350,19 +310,16 @@ def try_import(rewards: str, episode: str) -> None:
     flags = " and ".join(filter(None, [rewards and f"--reward {rewards}", episode and f"--episode {episode}"]))
     if named and not episode and all(version(one) in FOUND for one in named):
         return
-    lane = Lane("envs.own.functions:report", (rewards, episode), variables=passed_variables(os.environ))
+    lane = Lane("envs.own.functions:report", (rewards, episode))
     found = lane.answer(IMPORT_SECONDS)
     lane.close()  # with whatever the files have started
     if isinstance(found, Dead):
-        if found.is_late:
-            raise UserError(
-                f"importing {flags} takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
-            )
-        reason = found.reason.replace("it ended its process", "ends the process")
-        raise UserError(f"importing {flags} {reason}: remove the line that ends it")
+        late = f"takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
+        ended = f"{found.reason.replace('it ended its process', 'ends the process')}: remove the line that ends it"
+        raise UserError(f"importing {flags} {late if found.is_late else ended}")
     error, *signatures = found
     if error:
-        raise UserError(error + variable_note(error))
+        raise UserError(error)
     for one, (name, place, names, needed) in zip(named, signatures, strict=True):
         FOUND[version(one)] = Signature(name, place, tuple(names), tuple(needed))
 

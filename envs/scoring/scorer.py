@@ -3,9 +3,9 @@
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
-Each process is a lane (utils/processes.py) that runs `work` of envs/scoring/worker.py, and has a thread here, which
-hands it jobs. A process sends the outcome of each job before it begins the next one. So only the reply that exceeds its
-time limit or ends the process is lost; the others that it was given are queued again.
+Each process is a lane (utils/processes.py) that runs `work` of envs/scoring/worker.py. A thread here hands it jobs. A
+process sends the outcome of each job before it begins the next one, so only the reply that exceeds its time limit or
+ends the process is lost; the others that it was given are queued again.
 """
 
 import contextlib
@@ -15,14 +15,13 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import count, groupby
+from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from envs.own_code import passed_variables, variable_note
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.worker import (
     Failure,
@@ -40,14 +39,13 @@ from utils.processes import MAX_MEMORY, Dead, Lane
 from utils.settings.errors import UserError
 
 MAX_JOBS = 32  # jobs of a request: with a message for each reply, messages would take longer than quick graders
-MAX_REQUESTS = 1000  # requests after which a process is replaced, since parsers of LaTeX cache without limit
-MAX_HOMES = 100_000  # episodes whose lanes are remembered; those that a stream abandons are never removed
+LAG = 0.001  # seconds in which outcomes are collected, while the process has other jobs
+MAX_REPLIES = 32_000  # replies after which a process is replaced, since parsers of LaTeX cache without limit
 MAX_LOST = 8  # processes of a lane in a row that end outside of a reply: the machine or the environment is at fault
 MAX_WRITTEN = 100  # failures that are written to a file: enough to find the cause
 MAKING = 600  # seconds in which an environment must be made; some read large data sets
 BEGINNING = 30  # seconds in which an idle process must begin a request, even on a machine that swaps
 
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
 Held = TypeVar("Held", bound=contextlib.AbstractContextManager)
 Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
 GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, None: a failure; failures by kind
@@ -61,21 +59,38 @@ class Queued(NamedTuple):
     job: Job
 
 
-class Lanes:
-    """Processes that do the jobs of streams, each with a thread of its own here.
+class Scorer:
+    """Scores replies to the problems of one environment; use it as a context manager.
+
+    `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env. `num_workers` 0 is
+    one process for each core, at most 16. `timeout` is the limit for one reply, in seconds. `failures_dir` receives
+    reward_failures.jsonl: the first replies that could not be scored, and why.
 
     Raises: UserError when the environment cannot be made.
     """
 
     max_memory = MAX_MEMORY  # of a process and all that it starts
     takes_groups = False  # all replies to a problem are graded by one call
+    has_scored = False  # a reply of the run
+    parts: Set[str] = frozenset()  # names of the rewards, as far as the replies that were tried show them
 
-    def __init__(self, settings: ScorerSettings, num_lanes: int):
-        self.settings = settings
+    def __init__(
+        self,
+        env_name: str,
+        env_options: Mapping[str, str | int | float | bool] | None = None,
+        *,
+        num_workers: int = 0,
+        timeout: float = 10.0,
+        failures_dir: str | Path | None = None,
+        max_error_share: float = 0.5,
+    ):
+        self.settings = ScorerSettings(env_name, dict(env_options or {}), timeout, max_error_share)
+        self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
+        self.num_failures = 0
+        self.held: contextlib.AbstractContextManager | None = None
+        num_lanes = num_workers or min(os.cpu_count() or 1, 16)
         self.streams: set[ScoringStream] = set()  # that are open
         self.queues = [deque[Queued]() for _ in range(num_lanes + 1)]  # turns of each lane's episodes; all others
-        self.homes: dict[tuple[int, int], int] = {}  # lane of each episode, by problem and seed
-        self.episodes = count()
         self.lanes: dict[int, Lane] = {}
         self.num_lost = 0  # processes since the last outcome that ended outside of a reply
         self.is_ready = False  # one of them has made the environment
@@ -104,17 +119,13 @@ class Lanes:
             if self.error:
                 raise self.error
             for row, job in jobs.items():
-                self.queues[self.place_of(job)].append(Queued(stream, row, job))
+                queued = Queued(stream, row, job)
+                self.queues[self.place_of(queued)].append(queued)
             self.has_changed.notify_all()
 
-    def place_of(self, job: Job) -> int:
-        """Returns the lane of a job's episode, which has played it so far; -1 for replies, which any lane takes."""
-        key = episode_key(job)
-        if key is None:
-            return -1
-        if len(self.homes) > MAX_HOMES:
-            self.homes.clear()  # episodes are played again in other lanes
-        return self.homes.setdefault(key, next(self.episodes) % len(self.threads))
+    def place_of(self, queued: Queued) -> int:
+        """Returns the lane of a row's episode, which has played it so far; -1 for replies, which any lane takes."""
+        return queued.row % len(self.threads) if isinstance(queued.job[1], Turns) else -1
 
     def withdraw(self, stream: "ScoringStream") -> list[Queued]:
         """Removes the jobs of a stream that no lane has taken, and returns them."""
@@ -131,12 +142,12 @@ class Lanes:
         try:
             while not (self.is_closed or self.error):
                 lane = self.open_lane(place)
-                num_requests = 0
-                while num_requests < MAX_REQUESTS or place in [*self.homes.values()]:
+                num_replies = 0
+                while num_replies < MAX_REPLIES:
                     jobs = self.take_jobs(place)
                     if not jobs or not self.grade(lane, jobs):
                         break
-                    num_requests += 1
+                    num_replies += sum(not isinstance(queued.job[1], Turns) for queued in jobs)  # episodes must stay
                 lane.close()
         except BaseException as error:  # noqa: BLE001 (raised again where outcomes are waited for)
             self.fail(error)
@@ -144,8 +155,7 @@ class Lanes:
     def open_lane(self, place: int) -> Lane:
         """Starts a process and waits until it has made the environment. Raises: UserError if it cannot."""
         while True:
-            variables = passed_variables(os.environ)
-            lane = self.lanes[place] = Lane("envs.scoring.worker:work", self.settings, self.max_memory, variables)
+            lane = self.lanes[place] = Lane("envs.scoring.worker:work", self.settings, self.max_memory)
             traits = None if self.is_closed else lane.answer(MAKING)
             if isinstance(traits, dict):
                 with self.has_changed:
@@ -156,7 +166,7 @@ class Lanes:
             lane.close()
             reason = traits if isinstance(traits, str) else f"the environment could not be made: {traits.reason}"
             if not self.is_ready:
-                raise UserError(f"{self.settings.env_name}: {reason}{variable_note(reason)}")
+                raise UserError(f"{self.settings.env_name}: {reason}")
             self.count_lost(reason)
 
     def take_jobs(self, place: int) -> list[Queued]:
@@ -175,37 +185,33 @@ class Lanes:
         lane.send([queued.job for queued in jobs])
         begun = answer = lane.answer(BEGINNING)
         while left and not isinstance(answer, Dead):
-            answer = lane.answer(self.settings.timeout * job_size(left[0].job))
+            answer = lane.answer(self.settings.timeout * job_size(left[0].job), LAG if len(left) > 8 else 0.0)
             if not isinstance(answer, Dead):
-                self.publish(left.popleft(), outcome_from_json(answer))
+                self.num_lost = 0
+                queued = left.popleft()
+                queued.stream.publish({queued.row: outcome_from_json(answer)})
         if not left or self.is_closed:
             return not left
         lost = None if begun is answer else left.popleft()
         with self.has_changed:
             for queued in reversed(left):
                 if queued.stream in self.streams:
-                    self.queues[self.place_of(queued.job)].appendleft(queued)
+                    self.queues[self.place_of(queued)].appendleft(queued)
         if lost is None:
             self.count_lost(answer.reason)
         else:
             self.lose(lost, Failure("reward_timeouts" if answer.is_late else "reward_errors", answer.reason))
         return False
 
-    def publish(self, queued: Queued, outcome: Outcome | Outcomes) -> None:
-        """Gives an outcome to the stream of its job."""
-        self.num_lost = 0
-        if isinstance(outcome, Failure) or getattr(outcome, "done", False):
-            self.homes.pop(episode_key(queued.job), None)
-        queued.stream.publish({queued.row: outcome})
-
     def lose(self, queued: Queued, failure: Failure) -> None:
         """Gives up a reply. If a reward always hangs, trying the rest would take hours: then they all fail."""
         stream = queued.stream
         stream.num_lost += job_size(queued.job)
-        self.publish(queued, failure)
+        self.num_lost = 0
+        stream.publish({queued.row: failure})
         if stream.num_lost > max_failures(stream.num_replies, self.settings.max_error_share):
-            for other in self.withdraw(stream):
-                self.publish(other, Failure("reward_timeouts", "too many other replies had failed to try it"))
+            failure = Failure("reward_timeouts", "too many other replies had failed to try it")
+            stream.publish(dict.fromkeys([other.row for other in self.withdraw(stream)], failure))
 
     def count_lost(self, reason: str) -> None:
         """Counts a process that has ended outside of a reply. Raises: UserError for too many in a row."""
@@ -224,46 +230,6 @@ class Lanes:
         for stream in [*self.streams]:
             stream.publish({}, error)
 
-    def close(self) -> None:
-        """Ends the processes."""
-        self.is_closed = True
-        self.fail(EOFError("the scorer was closed"))
-        for lane in [*self.lanes.values()]:
-            lane.hang_up()
-        for thread in self.threads:
-            thread.join()
-
-
-class Scorer(Lanes):
-    """Scores replies to the problems of one environment; use it as a context manager.
-
-    `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env.
-    `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
-    `failures_dir` receives reward_failures.jsonl: the first replies that could not be scored, and why.
-
-    Raises: UserError when the environment cannot be made.
-    """
-
-    has_scored = False  # a reply of the run
-    parts: Set[str] = frozenset()  # names of the rewards, as far as the replies that were tried show them
-
-    def __init__(
-        self,
-        env_name: str,
-        env_options: Mapping[str, str | int | float | bool] | None = None,
-        *,
-        num_workers: int = 0,
-        timeout: float = 10.0,
-        failures_dir: str | Path | None = None,
-        max_error_share: float = 0.5,
-    ):
-        tokens = {name: os.environ[name] for name in TOKENS if name in os.environ}
-        self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
-        self.num_failures = 0
-        self.held: contextlib.AbstractContextManager | None = None
-        settings = ScorerSettings(env_name, dict(env_options or {}), timeout, max_error_share, tokens)
-        super().__init__(settings, num_workers or min(os.cpu_count() or 1, 16))
-
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
         """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
 
@@ -279,13 +245,12 @@ class Scorer(Lanes):
     def check_reward(self, jobs: list[Job]) -> None:
         """Raises UserError if all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
         outcomes = ungrouped(jobs, self.request_outcomes(jobs))
-        self.parts = {name for outcome in outcomes for name in parts_of(outcome)}
+        self.parts = {name for x in outcomes for name in (x if isinstance(x, dict) else getattr(x, "info", ()))}
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if len(failures) == len(outcomes) and self.settings.max_error_share < 1:
-            reason = failures[0].reason
             raise UserError(
                 f"{self.settings.env_name}: the {blamed(jobs)} fails for each of {len(outcomes)} replies that were "
-                f"tried, {reason}: correct it{variable_note(reason)}"
+                f"tried, {failures[0].reason}: correct it"
             )
 
     def repeats(self, jobs: list[Job]) -> bool:
@@ -296,12 +261,10 @@ class Scorer(Lanes):
 
     def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> GradedReplies:
         """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
-        failures = []
-        counts = {"reward_timeouts": 0, "reward_errors": 0}
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                failures.append((job, outcome))
-                counts[outcome.kind] += 1
+        pairs = zip(jobs, outcomes, strict=True)
+        failures = [(job, outcome) for job, outcome in pairs if isinstance(outcome, Failure)]
+        kinds = [failure.kind for _, failure in failures]
+        counts = {kind: kinds.count(kind) for kind in ("reward_timeouts", "reward_errors")}
         self.report_failures(failures)
         self.has_scored |= len(failures) < len(jobs)
         fails_always = bool(jobs) and not self.has_scored and self.settings.max_error_share < 1
@@ -312,7 +275,7 @@ class Scorer(Lanes):
             what = blamed(jobs)
             raise UserError(
                 f"the {what} failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
-                f"{remedy}, or handle the failure within the {what}{variable_note(reason)}"
+                f"{remedy}, or handle the failure within the {what}"
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
@@ -342,7 +305,12 @@ class Scorer(Lanes):
         """Ends the processes, and what is held."""
         if self.held is not None:
             self.held.__exit__(None, None, None)
-        super().close()
+        self.is_closed = True
+        self.fail(EOFError("the scorer was closed"))
+        for lane in [*self.lanes.values()]:
+            lane.hang_up()
+        for thread in self.threads:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -354,12 +322,6 @@ class Scorer(Lanes):
 def max_failures(num_jobs: int, max_error_share: float) -> int:
     """Returns how many replies may have no rewards before the reward itself must be wrong."""
     return max(int(max_error_share * num_jobs), 8)
-
-
-def episode_key(job: Job) -> tuple[int, int] | None:
-    """Returns problem and seed of the episode that a job belongs to; None for replies."""
-    index, reply = job
-    return (index, reply.seed) if isinstance(reply, Turns) else None
 
 
 def job_size(job: Job) -> int:
@@ -381,11 +343,6 @@ def ungrouped(jobs: Sequence[Job], outcomes: Sequence[Outcome | Outcomes]) -> li
 def of_replies(outcome: Outcome | Outcomes, num_replies: int) -> Outcomes:
     """Returns the outcomes of the replies of a group: one for all is that of each."""
     return outcome if isinstance(outcome, list) else [outcome] * num_replies
-
-
-def parts_of(outcome: Outcome) -> Iterable[str]:
-    """Returns the names of the rewards of a reply, or of what a turn adds to them; none if it failed."""
-    return outcome if isinstance(outcome, dict) else getattr(outcome, "info", ())
 
 
 def blamed(jobs: Sequence[Job | Scored]) -> str:

@@ -1,9 +1,6 @@
-"""Tries rewards, and references as graders read them, on replies to the first problems, before anything is drawn."""
-
-from collections.abc import Iterable
+"""Tries rewards, and references as graders read them, on replies to the first problems, before anything is sampled."""
 
 from envs.base import Env, Reply, Trial
-from envs.grading.answers import FORMS
 from envs.scoring.scorer import Scorer
 from envs.scoring.worker import Failure, Group, Job, Outcome, Turns
 from utils.settings.errors import UserError, shorten
@@ -29,37 +26,29 @@ def try_rewards(scorer: Scorer, env: Env) -> list[str]:
 
 
 def try_references(scorer: Scorer, env: Env) -> list[str]:
-    """Returns a warning of the problems of which no reference is right when a reply gives it in the asked form.
+    """Returns a warning of the problems of which no reference is right when a reply gives it in the required format.
 
     Such a reply goes the whole way of others: its answer is found, read and compared. Raises: UserError for too many.
     """
-    indices = range(min(NUM_REFERENCES, env.num_tasks)) if env.max_turns == 1 else ()
-    refused = refused_trials(scorer, env, indices, env.form)
+    num_tried = min(NUM_REFERENCES, env.num_tasks) if env.max_turns == 1 else 0
+    jobs = [(i, trial) for i in range(num_tried) for trial in env.trials(env.problem(i))]
+    outcomes = scorer.request_outcomes(jobs) if jobs else []
+    reasons: dict[tuple[int, str], list[str]] = {}  # of the references of a problem, by the way to give them
+    for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none if the scorer closes
+        reasons.setdefault((i, trial.shown), []).append(reason_of(trial, outcome))
+    refused = {i: given[0] for (i, _), given in reasons.items() if all(given)}
     if not refused:
         return []
     shown = [f"{env.problem(i).place or f'problem {i}'}: {reason}" for i, reason in [*refused.items()][:NUM_SHOWN]]
     shown += ["..."] * (len(refused) > NUM_SHOWN)
-    left = {form: len(refused_trials(scorer, env, refused, form)) for form in FORMS if form != env.form}
-    best = min(left, key=left.get)
-    num_read = len(refused) - left[best]
-    form = f"give --env_options form={best}, which reads {num_read} of them, and ask for it in the prompts; or "
     message = (
-        f"the grader cannot read the reference of {len(refused)} of {len(indices)} problems in a reply of the form "
-        f"{env.form} ({'; '.join(shown)}): {form * bool(num_read)}compare by a function, --reward FILE.py:FUNCTION"
+        f"the grader cannot read the reference of {len(refused)} of {num_tried} problems in a reply of the form "
+        f"{env.form} ({'; '.join(shown)}): give another form by --env_options, or compare by a function, "
+        "--reward FILE.py:FUNCTION"
     )
-    if len(refused) > MAX_REFUSED * len(indices):
+    if len(refused) > MAX_REFUSED * num_tried:
         raise UserError(f"{scorer.settings.env_name}: {message}")
     return [message]
-
-
-def refused_trials(scorer: Scorer, env: Env, indices: Iterable[int], form: str) -> dict[int, str]:
-    """Returns the problems of which no reference is right in one of a form's ways to give it, and why."""
-    jobs = [(i, trial) for i in indices for trial in env.trials(env.problem(i), form)]
-    outcomes = scorer.request_outcomes(jobs) if jobs else []
-    reasons: dict[tuple[int, str], list[str]] = {}
-    for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none if the scorer closes
-        reasons.setdefault((i, trial.shown), []).append(reason_of(trial, outcome))
-    return {i: given[0] for (i, _), given in reasons.items() if all(given)}
 
 
 def reason_of(trial: Trial, outcome: Outcome) -> str:
@@ -84,9 +73,10 @@ def example_jobs(env: Env) -> list[Job]:
         replies = sorted({problem.prefix, *env.examples(problem).values()})
         if env.takes_groups:
             jobs.append((index, Group(tuple(replies if len(replies) > 1 else replies * 2))))
-            continue
-        turns = [Turns(0, (Reply(reply),), is_truncated=True) for reply in replies]
-        jobs += [(index, reply) for reply in (replies if env.max_turns == 1 else [Turns(0, (), True), *turns])]
+        elif env.max_turns == 1:
+            jobs += [(index, reply) for reply in replies]
+        else:
+            jobs += [(index, Turns(0, (), True)), *((index, Turns(0, (Reply(reply),), True)) for reply in replies)]
     return jobs
 
 

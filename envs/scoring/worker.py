@@ -26,7 +26,6 @@ from utils.settings.errors import UserError, on_one_line
 MAX_EPISODES = 2048  # episodes that a process keeps: abandoned ones would fill its memory
 MAX_REWARD = 1e35  # largest reward of a reply or turn: sums of many fit into float32 (3e38)
 MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
-MAX_NAME = 200  # characters of the name of a reward, which becomes the name of a metric
 STEP_FORM = "Step(messages, reward, done), of messages with role and content"
 TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
 
@@ -86,13 +85,12 @@ def heard(said: int, step: Step) -> int:
 
 
 class ScorerSettings(NamedTuple):
-    """Settings of the processes. `tokens`: variables for the making of the environment only."""
+    """Settings of the processes."""
 
     env_name: str
     env_options: Mapping[str, str | int | float | bool]
     timeout: float
     max_error_share: float
-    tokens: Mapping[str, str] = {}
 
 
 def work(settings: ScorerSettings, requests: Iterator[Sequence[Job]]) -> Iterator[object]:
@@ -102,10 +100,7 @@ def work(settings: ScorerSettings, requests: Iterator[Sequence[Job]]) -> Iterato
     """
     sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
     try:
-        os.environ.update(settings.tokens)
         env = make_environment(settings.env_name, settings.env_options)
-        for name in settings.tokens:
-            os.environ.pop(name, None)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
         yield str(error) if isinstance(error, UserError) else describe_failure(error)
         return
@@ -169,19 +164,18 @@ def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> Outcomes:
     try:
         return list(map(checked_return, env.score_group(problem, texts)))
     except Exception as error:
-        failures = {place: score_alone(env, problem, text) for place, text in enumerate(texts)}
-        failures = {place: outcome for place, outcome in failures.items() if isinstance(outcome, Failure)}
-        if not failures or len(failures) == len(texts):
+        failures = [failure_alone(env, problem, text) for text in texts]
+        left = [text for text, failure in zip(texts, failures, strict=True) if not failure]
+        if len(left) in (0, len(texts)):
             raise error from None
-        left = [text for place, text in enumerate(texts) if place not in failures]
         scores = iter(list(map(checked_return, env.score_group(problem, left))))
-        return [failures.get(place) or next(scores) for place in range(len(texts))]
+        return [failure or next(scores) for failure in failures]
 
 
-def score_alone(env: Env, problem: Problem, text: str) -> Rewards | Failure:
-    """Returns the rewards of one reply of a group, or the reason why there are none."""
+def failure_alone(env: Env, problem: Problem, text: str) -> Failure | None:
+    """Returns the reason why one reply of a group has no rewards; None if it has some."""
     try:
-        return checked_return(env.score(problem, text))
+        checked_return(env.score(problem, text))
     except Exception as error:  # of the reward
         return Failure("reward_errors", describe_failure(error))
 
@@ -235,36 +229,33 @@ def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
 
 
 def opening(episode: Episode) -> Step:
-    """Returns the opening of an episode: its prompt. Raises: TypeError if it is no list of messages."""
+    """Returns the opening of an episode: its prompt. Raises: TypeError if it is not a list of messages."""
     try:
         return checked_step(Step(list(episode.opening)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"{type(episode).__name__}.opening is {episode.opening!r:.200}"
-        raise TypeError(f"{said}: it must be a list of messages with role and content") from error
+        given = f"{type(episode).__name__}.opening is {episode.opening!r:.200}"
+        raise TypeError(f"{given}: it must be a list of messages with role and content") from error
 
 
 def answer(episode: Episode, reply: Reply | None) -> Step:
     """Returns the response to a turn; without a turn, the reward that is left at a limit.
 
-    Raises: TypeError that names the method, its line and its file, if the method returned no Step.
+    Raises: TypeError that names the method, its line and its file, if the method returned no valid Step.
     """
     step = episode.truncate() if reply is None else episode.act(reply)
-    own = episode.truncate if reply is None else episode.act if type(episode).act is not Episode.act else episode.step
-    if not isinstance(step, Step):
-        raise wrong_return(own, step, STEP_FORM)
     try:
         return checked_step(limited(step))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise wrong_return(own, tuple(step), f"{STEP_FORM} ({error})") from error
+        is_act = type(episode).act is not Episode.act
+        own = episode.truncate if reply is None else episode.act if is_act else episode.step
+        returned, reason = (tuple(step), f" ({error})") if isinstance(step, Step) else (step, "")
+        raise wrong_return(own, returned, STEP_FORM + reason) from error
 
 
 def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
-    """Returns rewards as plain numbers. Raises: ValueError for a name that a file of them cannot hold."""
-    for name in rewards:
-        if len(str(name)) > MAX_NAME or valid_text(name) != str(name):
-            raise ValueError(f"{name!r:.100} is no name of a reward: take at most {MAX_NAME} characters of text")
-        if name in TAKEN:
-            raise ValueError(f"the log has an env/{name} of its own: give this part of the reward another name")
+    """Returns rewards as plain numbers. Raises: ValueError for a name that the log has for a metric of its own."""
+    if taken := next((name for name in TAKEN if name in rewards), ""):
+        raise ValueError(f"the log has an env/{taken} of its own: give this part of the reward another name")
     return {str(name): float(value) for name, value in rewards.items()}
 
 
@@ -291,7 +282,9 @@ def checked_step(step: Step) -> Step:
 
     Raises: ValueError for a reward that is not finite, and for a step without messages that does not end the episode.
     """
-    messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
+    # With "?" for halves of surrogate pairs, which no tokenizer takes.
+    messages = [{key: str(message[key]).encode(errors="replace").decode() for key in ("role", "content")}
+                for message in step.messages]  # fmt: skip
     info = checked_rewards(step.info)
     may_lack = NOT_APPLICABLE in info
     for name, value in info.items():
@@ -299,11 +292,6 @@ def checked_step(step: Step) -> Step:
     if not messages and not step.done:
         raise ValueError("the environment returns no message, and does not end the episode")
     return Step(messages, checked_number("reward of a turn", step.reward, may_lack), bool(step.done), info)
-
-
-def valid_text(content: object) -> str:
-    """Returns a text with "?" for halves of surrogate pairs, which no tokenizer takes."""
-    return str(content).encode(errors="replace").decode()
 
 
 def describe_failure(error: BaseException) -> str:

@@ -8,13 +8,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from envs.data.rows import JSON
 
 ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "input")  # keys of a call; Llama 3 writes "parameters"
-LABELS = ("type", "id")  # keys that do not change what is run
 MAX_CALL = 100_000  # characters of a call
 MAX_ERROR = 200  # characters of the reason of an error
 Call = tuple[str, dict[str, JSON]]  # name and arguments
@@ -134,13 +132,10 @@ def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
 
     The arguments may stand under any of ARGUMENTS, and the whole call under "function".
-    Raises: CallError for anything else, with the keys that are not read. Also for a name that comes twice in an object,
-    and for numbers that are not finite.
+    Other keys are not read. Raises: CallError for anything else, and for numbers that are not finite.
     """
     try:
-        call = json.loads(
-            text, object_pairs_hook=unique_object, parse_float=finite_number, parse_constant=finite_number
-        )
+        call = json.loads(text, parse_float=finite_number, parse_constant=finite_number)
     except CallError:
         raise
     except (ValueError, RecursionError) as error:
@@ -148,31 +143,11 @@ def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     if isinstance(call, dict) and isinstance(call.get("function"), dict):  # as in messages of transformers and OpenAI
         call = {key: value for key, value in call.items() if key != "function"} | call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        keys = f", but has {quoted(call)}" if isinstance(call, dict) else ""
-        raise CallError(f'the call is not an object with "name" and "arguments"{keys}')
-    others = [key for key in call if key not in ("name", *ARGUMENTS, *LABELS)]
-    if others:
-        raise CallError(f'the call has {quoted(others)}, which is not read: put what the tool takes into "arguments"')
-    given = [key for key in ARGUMENTS if key in call]
-    if len(given) > 1:
-        raise CallError(f'the call has {quoted(given)}: give its arguments once, as "arguments"')
-    arguments = call[given[0]] if given else {}
+        raise CallError('the call is not an object with "name" and "arguments"')
+    arguments = next((call[key] for key in ARGUMENTS if key in call), {})
     if not isinstance(arguments, dict):
-        raise CallError(f"the {given[0]} are not an object")
+        raise CallError("the arguments are not an object")
     return call["name"], arguments
-
-
-def quoted(keys: Iterable[str]) -> str:
-    """Returns the first three keys of an object for a message."""
-    return ", ".join(json.dumps(key[:30]) for key in islice(keys, 3))
-
-
-def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    """Returns a JSON object. Raises: CallError if a name comes twice."""
-    names = dict(pairs)
-    if len(names) < len(pairs):
-        raise CallError("the call has a name twice in one object")
-    return names
 
 
 def finite_number(text: str) -> float:

@@ -11,7 +11,6 @@ from functools import cache
 from typing import NamedTuple
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
-from envs.data.rows import JSON
 from envs.tools.calls import MAX_CALL, CallError, parse_call, reason
 
 ToolFunction = Callable[..., object]
@@ -45,11 +44,16 @@ class ToolEpisode(Episode):
         self.text = ""  # what the last reply says
 
     def act(self, reply: Reply) -> Step:
-        self.text = self.without_calls(reply)
+        self.text = reply.text
         if not reply.calls:
             return self.truncate()
+        opening = self.dialect.opening
+        self.text = reply.text.partition(opening)[0] if opening else ""
+        role = "tool"
+        if self.dialect.is_inline:
+            role = INLINE if all(reply.calls) else "user"  # an inline call was not closed
         num_calls, num_errors = self.num_calls, self.num_errors
-        messages = [self.message(reply, self.run(call)) for call in reply.calls]
+        messages = [{"role": role, "content": self.run(call)} for call in reply.calls]
         num_calls = self.num_calls - num_calls
         num_errors = self.num_errors - num_errors
         reward = num_errors * self.settings.error_reward - num_calls * self.settings.call_cost
@@ -59,20 +63,6 @@ class ToolEpisode(Episode):
         scores = {"tool_calls": 0.0, "tool_errors": 0.0, **self.grade(self.text)}
         reward = scores.pop("return")
         return Step([], reward, done=True, info=scores)
-
-    def without_calls(self, reply: Reply) -> str:
-        """Returns the text of a reply before its first call."""
-        opening = self.dialect.opening
-        if not reply.calls:
-            return reply.text
-        return reply.text.partition(opening)[0] if opening else ""
-
-    def message(self, reply: Reply, result: str) -> dict[str, str]:
-        """Returns the message with a result; behind an inline call that was not closed, it is a user's."""
-        if not self.dialect.is_inline:
-            return {"role": "tool", "content": result}
-        role = INLINE if all(reply.calls) else "user"
-        return {"role": role, "content": result}
 
     def run(self, call: str) -> str:
         """Returns the result of a call, or one line with an error."""
@@ -98,17 +88,12 @@ class ToolEpisode(Episode):
             if name not in self.tools:
                 raise CallError(f"there is no tool {name[:50]!r}; there are {', '.join(self.tools)}")
             tool = self.tools[name]
-            arguments = bind(tool, values)
+            try:
+                arguments = inspect.signature(tool).bind(**values)
+            except TypeError as error:
+                raise CallError(f"{name}: {error}") from error
         self.num_calls += 1
         return completed(tool(*arguments.args, **arguments.kwargs))
-
-
-def bind(tool: ToolFunction, values: Mapping[str, JSON]) -> inspect.BoundArguments:
-    """Returns the arguments of a tool. Raises: CallError for arguments that the tool does not take."""
-    try:
-        return inspect.signature(tool).bind(**values)
-    except TypeError as error:
-        raise CallError(f"{tool.__name__}: {error}") from error
 
 
 def completed(value: object) -> object:

@@ -3,10 +3,11 @@
     python core/grpo.py --env_name agent --env_options path=problems.jsonl --agent "python my_agent.py"
 
 The program reads OPENAI_BASE_URL, OPENAI_API_KEY, and its row of the data as JSON in ROW. Its last line is its reward:
-a number, an object of parts, or null if it has none. If that line is no JSON, the last reply is graded, by `--reward`
+a number, an object of parts, or null if it has none. If that line is not JSON, the last reply is graded, by `--reward`
 or the column `answer`. `--agent FILE.py:FUNCTION` calls a function with the row instead.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from envs.base import TURN_DIALECTS, OwnRollouts, Problem, check_choice
@@ -14,8 +15,15 @@ from envs.own.adapters import Played
 from envs.own.dataset import Dataset
 from envs.own_code import code_files
 from recipes.agents.keeper import is_function
-from recipes.agents.server import check_packages
 from utils.settings.errors import UserError
+
+PACKAGES = ("starlette", "uvicorn", "pydantic")
+
+
+def check_packages(what: str) -> None:
+    """Raises UserError with the line that installs missing packages."""
+    if any(find_spec(name) is None for name in PACKAGES):
+        raise UserError(f"{what} needs more packages: `pip install {' '.join(PACKAGES)}`")
 
 
 class AgentSettings(NamedTuple):
@@ -24,7 +32,7 @@ class AgentSettings(NamedTuple):
     command: str  # of the shell
     num_processes: int = 0  # programs at a time; 0: 32 functions or four commands for each core
     timeout: float = 600.0  # seconds of a program
-    max_calls: int = 32  # replies of a program; behind them it gets a text that is not trained
+    max_calls: int = 32  # replies of a program, after which it gets a text that is not trained
     memory_gb: float = 4.0  # of a program and all that it starts
     dialect: str = "qwen"
 
@@ -65,14 +73,7 @@ class Agent(Dataset):
         )  # fmt: skip
         self.code = (*self.code, *code_files(agent)) if is_function(agent) else self.code
         self.dialect = dialect
-        programs = AgentSettings(
-            command=agent,
-            num_processes=agent_processes,
-            timeout=timeout,
-            max_calls=max_model_calls,
-            memory_gb=memory,
-            dialect=dialect,
-        )
+        programs = AgentSettings(agent, agent_processes, timeout, max_model_calls, memory, dialect)
         self.rollouts = OwnRollouts("recipes.agents.rollouts", "AgentConversations", programs)
 
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:

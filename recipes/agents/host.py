@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
@@ -21,8 +21,8 @@ from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
 from recipes.agents.protocol import Sampled
-from recipes.agents.server import JSON, BadRequest, Caller, Denied, Server
-from recipes.agents.sessions import FULL, Asked, Ended, Endpoint, Session
+from recipes.agents.server import JSON, BadRequest, Caller, Server
+from recipes.agents.sessions import FULL, Asked, Dialogue, Endpoint, Rewards, Session
 from utils.settings.errors import UserError, on_one_line
 
 MODEL = "policy"  # its name at the endpoint
@@ -38,12 +38,11 @@ class AgentJob(NamedTuple):
     seed: int
 
 
-@dataclass
-class AgentRun:
+@dataclass(eq=False, kw_only=True)
+class AgentRun(Session):
     """A program that waits for a place, or runs."""
 
     job: AgentJob
-    session: Session
     spare: deque[int]  # rows for forks, which several programs share
 
 
@@ -77,70 +76,70 @@ class AgentHost(Endpoint):
         for job in jobs:
             self.server.call(self.start, job, spare)
 
-    def answer(self, row: int, asked: Asked, sampled: Sampled) -> None:
+    def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:
         """Gives a row its reply; its program owes what follows."""
         with self.has_changed:
             self.computing.add(row)
-        super().answer(row, asked, sampled)
+        super().answer(row, asked, outcome)
 
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
         self.server.submit(self.end_all()).result()
-        self.parents.clear()
-        self.auxiliary.clear()
-        self.closed.clear()
-        self.outcomes.clear()
-        self.pending.clear()
-        self.computing.clear()
+        for known in self.parents, self.auxiliary, self.closed, self.outcomes, self.pending, self.computing:
+            known.clear()
+        self.dialogues.clear()
 
     # In the server's thread
 
     def start(self, job: AgentJob, spare: deque[int]) -> None:
-        session = Session(secrets.token_urlsafe(16))
-        self.sessions[session.key] = session
-        run = self.runs[session.key] = AgentRun(job, session, spare)
+        run = AgentRun(key=secrets.token_urlsafe(16), job=job, spare=spare)
+        self.runs[run.key] = run
         play = self.server.loop.create_task(self.play(run))
         self.plays.add(play)
         play.add_done_callback(self.plays.discard)
 
-    def take_row(self, session: Session) -> int:
-        run = self.runs[session.key]
-        if not session.dialogues:
+    def take_row(self, run: AgentRun) -> int:
+        if run.job.row not in self.dialogues:
             return run.job.row
         if not run.spare:
-            session.num_refused += 1
+            run.num_refused += 1
             raise BadRequest("this conversation continues no earlier one, and no row is left for another")
         row = run.spare.popleft()
         self.parents[row] = run.job.row
         return row
 
-    def session_of(self, caller: Caller) -> Session:
-        if caller.key not in self.sessions:
-            raise Denied("the key is none of a program that runs")
-        return self.sessions[caller.key]
+    def session_of(self, caller: Caller) -> AgentRun:
+        if caller.key not in self.runs:
+            raise BadRequest("the key is not that of a program that runs", status=401)
+        return self.runs[caller.key]
 
     async def play(self, run: AgentRun) -> None:
         """Runs a program to its end, and publishes its reward."""
         outcome = Failure("reward_errors", "its program was not run")
         try:
             async with self.places:
-                outcome = outcome_of(run.session, await self.report_of(run), self.settings)
+                report = await self.report_of(run)
+                outcome = outcome_of(run, self.dialogues_of(run), report, self.settings)
         except TimeoutError:
             outcome = Failure("reward_errors", "the process that runs its program was lost")
         finally:
-            self.end(run.session)
-            del self.runs[run.session.key]
-            self.auxiliary |= {each.row for each in run.session.dialogues if each.is_auxiliary}
-            for dialogue in run.session.dialogues[1:]:
-                self.publish(dialogue.row, Ended({}))
+            del self.runs[run.key]
+            dialogues = self.dialogues_of(run)
+            self.refuse([each.row for each in dialogues], "the session has ended")
+            self.auxiliary |= {each.row for each in dialogues if each.is_auxiliary}
+            for row in {each.row for each in dialogues} - {run.job.row}:
+                self.publish(row, {})
             self.publish(run.job.row, outcome)
+
+    def dialogues_of(self, run: AgentRun) -> list[Dialogue]:
+        return [dialogue for dialogue in self.dialogues.values() if dialogue.session is run]
 
     async def report_of(self, run: AgentRun) -> Report:
         """Has a program run, and returns how it ended. Raises: TimeoutError if the keeper does not say."""
         settings, number = self.settings, next(self.numbers)
         variables = passed_variables(os.environ) | {
             "OPENAI_BASE_URL": f"{self.server.url}/v1",
-            "OPENAI_API_KEY": run.session.key,
+            "OPENAI_API_KEY": run.key,
             "OPENAI_MODEL": MODEL,
             "ROW": json.dumps(run.job.data, default=str),
             "SEED": str(run.job.seed),
@@ -203,7 +202,9 @@ class AgentHost(Endpoint):
         self.server.__exit__(None, None, None)
 
 
-def outcome_of(session: Session, report: Report, settings: AgentSettings) -> Ended | Failure:
+def outcome_of(
+    run: AgentRun, dialogues: Sequence[Dialogue], report: Report, settings: AgentSettings
+) -> Rewards | Failure:
     """Returns the reward that a program has printed, or why there is none."""
     if report.over == OVER_TIME:
         return Failure("reward_timeouts", f"its program ran for {settings.timeout:g} seconds", "raise timeout")
@@ -212,17 +213,17 @@ def outcome_of(session: Session, report: Report, settings: AgentSettings) -> End
     if report.status:
         line = on_one_line(report.line)[:300]
         return Failure("reward_errors", f"its program ended with status {report.status}: {line}")
-    if not session.dialogues:
+    if not dialogues:
         return Failure("reward_errors", "its program asked for no reply")
-    if not any(dialogue.has_replied for dialogue in session.dialogues):
-        remedy = "raise --prompt_length or --num_generation_tokens" if session.refused == FULL else ""
-        return Failure("reward_errors", f"its program got no reply: {session.refused}", remedy)
+    if not any(dialogue.has_replied for dialogue in dialogues):
+        remedy = "raise --prompt_length or --num_generation_tokens" if run.refused == FULL else ""
+        return Failure("reward_errors", f"its program got no reply: {run.refused}", remedy)
     rewards = read_rewards(report.line)
     if isinstance(rewards, str):
         return Failure("reward_errors", rewards)
-    left_out = [each for each in session.dialogues if each.is_auxiliary or not each.has_replied]
-    counts = {"forks": len(session.dialogues) - 1.0, "auxiliary": float(session.num_refused + len(left_out))}
-    return Ended({"calls": float(session.num_calls)} | counts | rewards)
+    left_out = [each for each in dialogues if each.is_auxiliary or not each.has_replied]
+    counts = {"forks": len(dialogues) - 1.0, "auxiliary": float(run.num_refused + len(left_out))}
+    return {"calls": float(run.num_calls)} | counts | rewards
 
 
 def read_rewards(line: str) -> dict[str, float] | str:

@@ -30,7 +30,8 @@ from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.host import AgentHost, AgentJob
 from recipes.agents.protocol import THINK, Sampled
-from recipes.agents.sessions import FULL, Asked, Ended, Endpoint
+from recipes.agents.server import BadRequest
+from recipes.agents.sessions import FULL, Asked, Endpoint, Rewards
 from recipes.agents.texts import chat_prompt, check_forged
 from utils.batching import concatenate, select_rows
 from utils.metrics.terminal import Wait
@@ -235,6 +236,7 @@ class AgentConversations(Conversations):
             self.host.reset()
         self.host.tokenizer = self.tokenizer
         self.asked: dict[int, Asked] = {}  # what a row's next reply answers
+        self.begun: dict[int, Sequence[int]] = {}  # tokens that begin a row's next reply, and are not sampled
         self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
         self.others: list[tuple[list[int], Completions]] = []  # rows of forks, and their numbers
@@ -283,7 +285,7 @@ class AgentConversations(Conversations):
         if row not in self.asked:
             return (), ()
         request = self.asked[row].request
-        texts, ids = [*request.stops], [*request.stop_token_ids]
+        texts, ids = [*request.stop], [*request.stop_token_ids]
         form = None if request.parallel_tool_calls else form_of(self.tokenizer, self.env.dialect)
         if form and request.schemas:
             closing = self.tokenizer.added_ids.get(form.closing)
@@ -293,7 +295,7 @@ class AgentConversations(Conversations):
 
     def num_kept(self, row: int, ids: Sequence[int]) -> int:
         """Returns how many tokens of a turn make the text before its stop text; -1: that ends within a token."""
-        text = self.tokenizer.decode(ids) if (stops := self.asked[row].request.stops) else ""
+        text = self.tokenizer.decode(ids) if (stops := self.asked[row].request.stop) else ""
         places = [text.find(stop) for stop in stops if stop in text]
         for num_kept in range(len(ids), 0, -1) if places else ():
             known = self.tokenizer.decode(ids[:num_kept])
@@ -303,22 +305,21 @@ class AgentConversations(Conversations):
 
     def show(self, row: int, sampled: Sampled) -> None:
         """Hands the beginning of a reply to the client that reads it."""
-        reply = self.reply(row, np.array(sampled.ids))
-        asked, sampled = self.asked[row], sampled._replace(reply=reply, is_thinking=self.opens_thoughts(sampled))
-        self.host.server.call(asked.on_tokens, sampled)
+        reply, is_thinking = self.reply(row, np.array(sampled.ids, int)), self.opens_thoughts(sampled.prompt_ids)
+        self.host.server.call(self.asked[row].on_tokens, sampled._replace(reply=reply, is_thinking=is_thinking))
 
-    def opens_thoughts(self, sampled: Sampled) -> bool:
-        return self.tokenizer.decode(sampled.prompt_ids[-4:]).rstrip().endswith(THINK[0])
+    def opens_thoughts(self, prompt: Sequence[int]) -> bool:
+        return self.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK[0])
 
     def send(self, rows: Set[int]) -> None:
         """Gives programs their replies."""
         for row in sorted(rows):
             sampled = self.sampled.pop(row)
-            whole = sampled._replace(reply=self.episodes[row].replies[-1], is_thinking=self.opens_thoughts(sampled))
-            self.host.answer(row, self.asked[row], whole)
+            reply, is_thinking = self.episodes[row].replies[-1], self.opens_thoughts(sampled.prompt_ids)
+            self.host.answer(row, self.asked[row], sampled._replace(reply=reply, is_thinking=is_thinking))
         self.unasked -= rows
 
-    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Ended | Failure]:
+    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Rewards | Failure]:
         self.send(rows & self.unasked)
         return self.host.take(rows, num_needed, patience)
 
@@ -327,7 +328,7 @@ class AgentConversations(Conversations):
         observations = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: observation for row, observation in observations.items() if observation is not None}
 
-    def observation(self, row: int, outcome: Asked | Ended | Failure) -> Observation | None:
+    def observation(self, row: int, outcome: Asked | Rewards | Failure) -> Observation | None:
         """Returns what a program asks, as tokens, or the end of its row; None: it is refused."""
         if not isinstance(outcome, Asked):
             return self.end(row, outcome)
@@ -337,7 +338,7 @@ class AgentConversations(Conversations):
         try:
             return self.opening(row, outcome) if outcome.is_new else self.continued(row, outcome)
         except UserError as error:  # the chat template does not take these messages
-            self.host.deny(outcome, str(error))
+            self.host.answer(row, outcome, BadRequest(str(error)))
             return None
 
     def opening(self, row: int, asked: Asked) -> Observation:
@@ -353,20 +354,35 @@ class AgentConversations(Conversations):
         if not prompt:
             if request.schemas and form_of(self.tokenizer, self.env.dialect) is None:
                 raise UserError("tools is not supported: the chat template writes calls in a form that is not read")
-            thinking = problem.thinking if request.thinking is None else request.thinking
+            thinking = request.chat_template_kwargs.get("enable_thinking", problem.thinking)
             problem = replace(
                 problem, messages=list(asked.messages), tools=tuple(request.schemas), thinking=thinking, prefix=""
             )
             prompt = chat_prompt(check_forged(self.tokenizer, [*asked.messages, *request.schemas]), problem)
+        prompt = [*prompt, *self.beginning(row, asked, prompt)]
         if len(prompt) > self.longest_prompt:
             raise UserError(FULL)
         self.problems[row] = problem
         return Observation(prompt, begins=True)
 
+    def beginning(self, row: int, asked: Asked, prompt: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens by which a reply must begin: the start of a call, if tool_choice is required."""
+        self.begun[row] = ()
+        if not asked.prompt and asked.request.tool_choice == "required":
+            if self.opens_thoughts(prompt):
+                raise UserError("tool_choice required is not supported after an open think block: set enable_thinking "
+                                "to false, or tool_choice to auto")  # fmt: skip
+            self.begun[row] = self.tokenizer.encode(form_of(self.tokenizer, self.env.dialect).opening or "{")
+        return self.begun[row]
+
+    def reply(self, row: int, turn: Int[np.ndarray, "A"]) -> Reply:
+        return super().reply(row, np.append(np.array(self.begun[row], int), turn))
+
     def continued(self, row: int, asked: Asked) -> Observation:
         """Returns what follows a row's last reply, or its end if that is too long."""
         tokenizer, episode = check_forged(self.tokenizer, asked.messages), self.episodes[row]
         tokens = self.encode(row, Step(list(asked.messages)), tokenizer)
+        tokens = [*tokens, *self.beginning(row, asked, tokens)]
         if len(tokens) < episode.num_left:
             episode.messages.append(list(asked.messages))
             return Observation(tokens)
@@ -385,14 +401,14 @@ class AgentConversations(Conversations):
         self.wait.done += row < self.num_rows
         return Observation(finished=stop != "max_tokens")
 
-    def end(self, row: int, outcome: Ended | Failure) -> Observation:
+    def end(self, row: int, outcome: Rewards | Failure) -> Observation:
         """Takes the reward of a program that has ended; its forks end with it."""
         if row < self.num_rows:
             self.unpaid.discard(row)
             if isinstance(outcome, Failure):
                 self.failures[row] = outcome
             else:
-                self.episodes[row].scores.update(outcome.rewards)
+                self.episodes[row].scores.update(outcome)
         return self.over(row, "done")
 
     def finish(self) -> GradedReplies:

@@ -1,4 +1,4 @@
-"""Sessions: which requests of a program continue which conversation, and in which row of the sampler it stands.
+"""Which requests of a client continue which conversation, and in which row of the sampler it stands.
 
 A request continues a conversation if its messages begin with those of the conversation and with the replies as they
 were returned, and if its other fields say the same about how messages are rendered. Then only the rest is new. Any
@@ -7,13 +7,14 @@ other request begins a conversation of its own, in another row: a fork.
 
 import asyncio
 import contextlib
+import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 from envs.base import DIALECTS, Reply
 from envs.scoring.patience import HURRY, Patience
@@ -24,87 +25,73 @@ from recipes.agents.protocol import (
     Message,
     Request,
     Sampled,
-    SentMessage,
-    as_json,
     changes,
-    chat_answer,
-    chat_choice,
-    chat_chunk,
-    head,
+    chat_logprobs,
     reply_message,
+    settled,
+    template_message,
+    text_logprobs,
     usage,
 )
-from recipes.agents.server import JSON, BadRequest, Caller, Payload, Server
-from recipes.agents.texts import joint_of_parts, token_bytes, without_hidden_names
+from recipes.agents.server import JSON, Answer, BadRequest, Caller, Server
+from recipes.agents.texts import joint_of_parts, texts_of, token_bytes
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"
 BUDGET = "Step budget exhausted; stopping."
 MAX_ANSWERS = 512  # that are kept for clients that ask again
-OnTokens = Callable[[Sampled], None]
+OnTokens = Callable[..., None] | None
 
 
 @dataclass(eq=False)
 class Asked:
-    """What a row waits for: messages after those that it has, and how its next reply ends."""
+    """A request of a row: messages after those that it has, and how its next reply ends."""
 
     messages: Sequence[Message]
     request: Request
     index: int  # of the choice among those of its request
     is_new: bool  # a conversation begins
     reply: asyncio.Future[Sampled]
-    on_tokens: OnTokens | None = None  # gets the reply while it is sampled
+    on_tokens: OnTokens = None  # gets the reply while it is sampled
     prompt: Sequence[int] = ()  # of a completion
     distribution: object = None  # that the request names; None: the sampler's
     has_left: bool = False  # nobody waits for the reply
 
 
-class Ended(NamedTuple):
-    """What a program has printed as its reward, by name; without "return" its last reply is to be graded."""
-
-    rewards: Mapping[str, float]
-
-
-@dataclass(eq=False)
-class Dialogue:
-    """A conversation: its row, all messages, and the request that waits for a reply."""
-
-    row: int
-    fixed: str = ""  # fields of its requests that cannot change
-    said: list[Message] = field(default_factory=list)
-    pending: Asked | None = None
-    has_replied: bool = False
-    is_auxiliary: bool = False  # its program asks that it is not trained
-
-    def continues(self, request: ChatRequest, messages: Sequence[Message]) -> bool:
-        """True if a request continues this conversation, or begins it: none before had a reply."""
-        is_longer = len(messages) > len(self.said) > 0
-        begins_alike = is_longer and messages[: len(self.said)] == self.said
-        return not self.has_replied or begins_alike and self.fixed == request.fixed
-
-
 @dataclass(eq=False)
 class Session:
-    """The conversations of one key."""
+    """The requests of one key."""
 
     key: str
-    dialogues: list[Dialogue] = field(default_factory=list)
     num_calls: int = 0  # replies, sampled or not
     num_refused: int = 0  # conversations for which there was no row
     refused: str = ""  # why the last request was
 
-    def find(self, request: ChatRequest, messages: Sequence[Message]) -> Dialogue | None:
-        """Returns the conversation that a request continues, the longest one; None: it begins one."""
-        found = [each for each in self.dialogues if not each.pending and each.continues(request, messages)]
-        return max(found, key=lambda each: len(each.said), default=None) if request.n == 1 else None
+
+@dataclass(eq=False)
+class Dialogue:
+    """A conversation: its session, its row, and all of its messages."""
+
+    session: Session
+    row: int
+    fixed: str = ""  # fields of its requests that cannot change
+    said: list[Message] = field(default_factory=list)
+    has_replied: bool = False
+    is_auxiliary: bool = False  # its program asks that it is not trained
+
+    def continues(self, request: Request, messages: Sequence[Message]) -> bool:
+        """True if a request continues this conversation, or begins it: none before had a reply."""
+        begins_alike = len(messages) > len(self.said) > 0 and messages[: len(self.said)] == self.said
+        return not self.has_replied or begins_alike and self.fixed == request.fixed
 
 
-RowOutcome = Asked | Ended | Failure
+Rewards = Mapping[str, float]  # that a program has printed; without "return" its last reply is to be graded
+RowOutcome = Asked | Rewards | Failure
 
 
 class Endpoint:
-    """Sessions by key, and what their rows ask for. `take_row` gives a conversation its row.
+    """Conversations of sessions, and what their rows ask for. `take_row` gives a conversation its row.
 
-    `take`, `answer`, `deny` and `close` are called by the thread that samples; all else happens in the server's thread.
+    `take`, `answer` and `close` are called by the thread that samples; all else happens in the server's thread.
     """
 
     tokenizer: Tokenizer
@@ -113,13 +100,12 @@ class Endpoint:
         self.server, self.name, self.dialect = server, name, DIALECTS[dialect]
         self.max_calls = max_calls  # 0: no limit
         self.queue = asyncio.Semaphore(num_places) if num_places else contextlib.nullcontext()  # first come, first
-        self.sessions: dict[str, Session] = {}
+        self.dialogues: dict[int, Dialogue] = {}  # by row, the last used one last
         self.outcomes: dict[int, RowOutcome] = {}  # by row
         self.pending: dict[int, Asked] = {}  # by row
         self.computing: set[int] = set()  # rows whose program owes an outcome; clients of a server owe none
         self.closed: set[int] = set()  # rows that take no more
-        self.answers: OrderedDict[tuple[str, str], list[asyncio.Task]] = OrderedDict()  # by key and request
-        self.remarks: set[str] = set()  # that were made
+        self.answers: OrderedDict[tuple[str, str], list[asyncio.Future]] = OrderedDict()  # by key and request
         self.numbers = count(1)
         self.has_changed = threading.Condition()
 
@@ -139,19 +125,14 @@ class Endpoint:
             patience.wait(self.has_changed, num_come, lambda: not self.computing & rows)
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
-    def answer(self, row: int, asked: Asked, sampled: Sampled) -> None:
-        """Gives a request its reply."""
-        self.server.call(self.reply, asked, sampled)
-
-    def deny(self, asked: Asked, reason: str) -> None:
-        """Refuses what a row asks."""
-        self.server.call(self.refuse, asked, reason)
+    def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:
+        """Gives a request its reply, or refuses it."""
+        self.server.call(self.settle, asked, outcome)
 
     def close(self, rows: Sequence[int]) -> None:
         """Refuses all that is asked of these rows from now on: their context is full."""
         self.closed.update(rows)
-        for row in rows:
-            self.server.call(self.refuse_row, row, FULL)
+        self.server.call(self.refuse, rows, FULL)
 
     # In the server's thread
 
@@ -160,14 +141,23 @@ class Endpoint:
         raise NotImplementedError
 
     def session_of(self, caller: Caller) -> Session:
-        """Returns the session of a caller's key. Raises: Denied for another key than it must have."""
+        """Returns the session of a caller's key. Raises: BadRequest for another key than it must have."""
         raise NotImplementedError
 
-    def ask(self, session: Session, dialogue: Dialogue, asked: Asked) -> None:
+    def distribution_of(self, request: Request) -> object:
+        """Returns the distribution that a request names. Raises: BadRequest for one that cannot be sampled."""
+        if request.num_top > 0:
+            raise BadRequest("top_logprobs needs recipes/agents/serve.py: leave it out", "top_logprobs")
+
+    async def with_top(self, request: Request, sampled: Sampled) -> Sampled:
+        """Returns a reply with the likeliest candidates of each token, if the request asks for them."""
+        return sampled
+
+    def ask(self, dialogue: Dialogue, asked: Asked) -> None:
         """Hands a request to the thread that samples."""
-        dialogue.pending = self.pending[dialogue.row] = asked
+        self.pending[dialogue.row] = asked
         if dialogue.row in self.closed:
-            self.refuse(asked, FULL)
+            self.settle(asked, BadRequest(FULL))
         else:
             self.publish(dialogue.row, asked)
 
@@ -177,176 +167,169 @@ class Endpoint:
             self.computing.discard(row)
             self.has_changed.notify_all()
 
-    def remark(self, text: str) -> None:
-        """Says once what is dropped from requests."""
-        if text not in self.remarks:
-            self.remarks.add(text)
-            print(text, flush=True)
+    def settle(self, asked: Asked, outcome: Sampled | BadRequest) -> None:
+        """Ends the wait of a request, unless its client has left."""
+        if not asked.reply.done():
+            (asked.reply.set_exception if isinstance(outcome, BadRequest) else asked.reply.set_result)(outcome)
 
-    def messages_of(self, sent: Sequence[SentMessage]) -> list[Message]:
-        """Returns messages as the chat template reads them."""
-        joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
-        messages, hidden = without_hidden_names(self.tokenizer, [message.as_template(joint) for message in sent])
-        for role in sorted(hidden):
-            self.remark(f"the chat template shows no names of messages of the role {role}: they are left out")
-        return messages
+    def refuse(self, rows: Sequence[int], reason: str) -> None:
+        for row in self.pending.keys() & {*rows}:
+            self.settle(self.pending[row], BadRequest(reason))
 
-    async def replies(
-        self, caller: Caller, request: Request, prompt: Sequence[int] = (), on_tokens: Callable | None = None
-    ) -> list[tuple[Message, Sampled]]:
-        """Returns a reply for each choice; a client that asks again gets the answer of the one equal request."""
-        session = self.session_of(caller)
-        key = session.key, f"{[*prompt]} {request.model_dump_json()}"
-        alive = [x for x in self.answers.get(key, []) if not (x.done() and (x.cancelled() or x.exception()))]
-        if caller.is_retry and len(alive) == 1:
-            with contextlib.suppress(asyncio.CancelledError):
-                return await asyncio.shield(alive[0])
-            if not alive[0].cancelled():
-                raise asyncio.CancelledError
-        parts = (self.sample(session, request, index, prompt, on_tokens) for index in range(request.n))
-        task = asyncio.ensure_future(asyncio.gather(*parts))
-        self.answers[key] = [*alive, task][-2:]
-        while len(self.answers) > MAX_ANSWERS:
-            self.answers.popitem(last=False)
-        return await (task if self.server.stops_work else asyncio.shield(task))
+    def find(self, session: Session, request: Request, messages: Sequence[Message]) -> Dialogue:
+        """Returns the conversation that a request continues, the longest one, or a new one."""
+        own = [x for x in self.dialogues.values() if x.session.key == session.key and x.row not in self.pending]
+        found = [x for x in own if x.continues(request, messages)] if messages and request.n == 1 else []
+        if found:
+            return max(found, key=lambda each: len(each.said))
+        row = self.take_row(session)
+        self.dialogues[row] = Dialogue(session, row)
+        return self.dialogues[row]
 
     async def sample(
-        self, session: Session, request: Request, index: int, prompt: Sequence[int], on_tokens: Callable | None
-    ) -> tuple[Message, Sampled]:
-        """Returns a reply as a message, and its tokens. Raises: BadRequest."""
+        self, session: Session, request: Request, prompt: Sequence[int], index: int, on_tokens: OnTokens
+    ) -> Sampled:
+        """Returns sample `index` of a request: of its messages, or of a prompt. Raises: BadRequest."""
         session.num_calls += 1
         if self.max_calls and session.num_calls > self.max_calls:
-            return {"role": "assistant", "content": BUDGET}, Sampled(Reply(BUDGET))
-        number = session.num_calls
+            return Sampled(Reply(BUDGET))
+        if request.limit == 0:
+            return Sampled(Reply(""), prompt_ids=prompt)
+        distribution = self.distribution_of(request)
         async with self.queue:
-            messages = [] if prompt else self.messages_of(request.messages)
-            dialogue = None if prompt else session.find(request, messages)
-            if dialogue is None:
-                dialogue = Dialogue(self.take_row(session))
-                session.dialogues.append(dialogue)
-            start, dialogue.fixed = len(dialogue.said), "" if prompt else request.fixed
-            dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
+            joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
+            messages = [] if prompt else [template_message(message, joint) for message in request.messages]
+            dialogue = self.find(session, request, messages)
             asked = Asked(
-                messages[start:],
-                request,
-                index,
-                is_new=not start,
-                reply=asyncio.get_running_loop().create_future(),
-                on_tokens=on_tokens and partial(on_tokens, index),
-                prompt=prompt,
-                distribution=self.distribution_of(request),
-            )
-            try:
-                self.ask(session, dialogue, asked)
-                sampled = await asked.reply
-                dialogue.has_replied = True
-            except asyncio.CancelledError:
-                asked.has_left = True
-                dialogue.said, dialogue.has_replied = [], True  # the row holds part of a reply
-                raise
-            except BadRequest as error:
-                session.refused = str(error)
-                raise
-            finally:
-                dialogue.pending = None
-        if prompt:
-            session.dialogues.remove(dialogue)
-            return {}, sampled
-        message = reply_message(request, sampled, self.dialect, number)
-        read = SentMessage.read(message).as_template("")
-        dialogue.said = [*messages, read] if sampled.is_whole else []
-        return message, sampled
+                messages[len(dialogue.said) :], request, index, is_new=not dialogue.said, on_tokens=on_tokens,
+                prompt=prompt, distribution=distribution, reply=asyncio.get_running_loop().create_future(),
+            )  # fmt: skip
+            dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
+            sampled = await self.reply_to(dialogue, asked)
+            if prompt:
+                del self.dialogues[dialogue.row]  # nothing continues it
+            else:
+                message = template_message(reply_message(request, sampled, self.dialect), "")
+                dialogue.said = [*messages, message] if sampled.is_whole else []
+                dialogue.fixed = request.fixed
+        return sampled
 
-    def distribution_of(self, request: Request) -> object:
-        """Returns the distribution that a request names. Raises: BadRequest for one that cannot be sampled."""
-        return None
+    async def reply_to(self, dialogue: Dialogue, asked: Asked) -> Sampled:
+        """Waits for a reply in the row of a conversation. Raises: BadRequest."""
+        self.dialogues[dialogue.row] = self.dialogues.pop(dialogue.row)  # the last used one
+        self.ask(dialogue, asked)
+        try:
+            sampled = await asked.reply
+            dialogue.has_replied = True
+            return sampled
+        except asyncio.CancelledError:
+            asked.has_left = dialogue.has_replied = True
+            dialogue.said = []  # the row holds part of a reply
+            raise
+        except BadRequest as error:
+            dialogue.session.refused = str(error)
+            raise
+        finally:
+            if self.pending.get(dialogue.row) is asked:  # another rollout may have the row by now
+                del self.pending[dialogue.row]
 
-    def reply(self, asked: Asked, sampled: Sampled) -> None:
-        """Gives the reply to the request that waits for it."""
-        if not asked.reply.done():
-            asked.reply.set_result(sampled)
+    async def samples(
+        self, caller: Caller, request: Request, prompts: Sequence[Sequence[int]] = ((),), on_tokens: OnTokens = None
+    ) -> Sequence[Sampled]:
+        """Returns n replies for each prompt; a client that asks again gets the answer of the one equal request."""
+        session = self.session_of(caller)
+        key = session.key, f"{prompts} {request.model_dump_json()}"
+        known = [x for x in self.answers.get(key, []) if not (x.done() and (x.cancelled() or x.exception()))]
+        if caller.is_retry and len(known) == 1:
+            await asyncio.wait(known)
+            if not known[0].cancelled():
+                return known[0].result()
+        numbered = enumerate((prompt, index) for prompt in prompts for index in range(request.n))
+        tells = [(prompt, index, on_tokens and partial(on_tokens, place)) for place, (prompt, index) in numbered]
+        work = asyncio.gather(*[self.sample(session, request, *each) for each in tells])
+        self.answers[key] = [*known, work][-2:]
+        if len(self.answers) > MAX_ANSWERS:
+            self.answers.popitem(last=False)
+        return await (work if self.server.stops_work else asyncio.shield(work))
 
-    def refuse(self, asked: Asked, reason: str) -> None:
-        if not asked.reply.done():
-            asked.reply.set_exception(BadRequest(reason))
+    async def states(
+        self, request: Request, prompts: Sequence[Sequence[int]], caller: Caller
+    ) -> AsyncIterator[tuple[int, Sampled, bool]]:
+        """Yields each reply with its index: the beginnings of one that is streamed, and the whole one, True."""
+        grown: asyncio.Queue[tuple[int, Sampled] | None] = asyncio.Queue()
 
-    def refuse_row(self, row: int, reason: str) -> None:
-        if row in self.pending:
-            self.refuse(self.pending[row], reason)
+        def on_tokens(place: int, sampled: Sampled) -> None:
+            grown.put_nowait((place, sampled))
 
-    def end(self, session: Session) -> None:
-        """Forgets a session; its requests are refused."""
-        for dialogue in session.dialogues:
-            self.refuse_row(dialogue.row, "the session has ended")
-        self.sessions.pop(session.key, None)
+        work = asyncio.ensure_future(self.samples(caller, request, prompts, on_tokens if request.stream else None))
+        work.add_done_callback(lambda _: grown.put_nowait(None))
+        try:
+            while found := await grown.get():
+                yield *found, False
+            for place, sampled in enumerate(await work):
+                yield place, await self.with_top(request, sampled), True
+        finally:
+            work.cancel()
 
     # Paths
 
-    async def models(self, _: JSON, caller: Caller) -> Payload:
+    async def models(self, _: JSON, caller: Caller) -> JSON:
         self.session_of(caller)
         card = {"id": self.name, "object": "model", "created": 0, "owned_by": "lmpo", "max_model_len": self.context}
         return {"object": "list", "data": [card]}
 
-    async def chat(self, body: JSON, caller: Caller) -> Payload:
+    async def chat(self, body: JSON, caller: Caller) -> Answer:
         self.session_of(caller)
-        request = ChatRequest.read(body)
-        if request.tool_choice == "required":
-            self.remark("tool_choice required is read as auto: no call is forced")
-        if any(tool.function.strict for tool in request.tools):
-            self.remark("strict of tools is left out: arguments are not held to their schema")
-        fields = head(self.name, f"chatcmpl-{next(self.numbers)}")
+        return await self.respond(ChatRequest.read(body), [()], caller)
+
+    async def respond(self, request: Request, prompts: Sequence[Sequence[int]], caller: Caller) -> Answer:
+        """Returns the answer to a request, or the events of its stream."""
+        head = {request.id_name: f"lmpo-{next(self.numbers)}", "created": int(time.time()), "model": self.name}
         if request.stream:
-            return self.stream_chat(request, caller, fields)
-        said, sampled = zip(*await self.with_top(request, await self.replies(caller, request)), strict=True)
-        return as_json(chat_answer(request, said, sampled, partial(token_bytes, self.tokenizer), fields))
+            return self.events(request, prompts, caller, head)
+        replies = [sampled async for _, sampled, is_whole in self.states(request, prompts, caller) if is_whole]
+        choices = [{"index": index, **self.choice(request, sampled)} for index, sampled in enumerate(replies)]
+        ids = {"prompt_token_ids": list(replies[0].prompt_ids)} if request.return_token_ids else {}
+        return head | {"object": request.object, "choices": choices, "usage": usage(replies, request.n)} | ids
 
-    async def with_top(self, request: Request, replies: list) -> list:
-        """Returns replies with the likeliest candidates of each token, if the request asks for them."""
-        if request.num_top > 0:
-            raise BadRequest("top_logprobs needs recipes/agents/serve.py: leave it out", "top_logprobs")
-        return replies
+    async def events(
+        self, request: Request, prompts: Sequence[Sequence[int]], caller: Caller, head: Mapping[str, JSON]
+    ) -> AsyncIterator[str]:
+        """Yields the events of a stream: what each choice has more than before, and usage at the end."""
+        sent: list[dict[str, JSON]] = [{} for _ in range(request.n * len(prompts))]
+        head, replies = {**head, "object": request.chunk_object}, []
 
-    async def stream_chat(self, request: ChatRequest, caller: Caller, fields: Mapping[str, JSON]) -> AsyncIterator[str]:
-        """Yields a chat as the events of a stream, while its tokens come."""
-        sent: list[Message] = [{} for _ in range(request.n)]
+        def event(**fields: JSON) -> str:
+            return f"data: {json.dumps(head | fields)}\n\n"
 
-        def event(index: int, message: Message, **more: JSON) -> str:
-            delta, sent[index] = changes(sent[index], message), message
-            return sse(chat_chunk(fields, [{"index": index, "delta": delta, "finish_reason": None, **more}]))
-
-        answers = []
-        async for found in self.stream(request, caller, (), answers):
-            index, sampled = found
-            message = reply_message(request, sampled, self.dialect, 0, is_partial=True)
-            if message["content"] or message.get("reasoning_content"):
-                yield event(index, message)
-        replies = await self.with_top(request, answers)
-        for index, (message, sampled) in enumerate(replies):
-            more = chat_choice(request, message, sampled, partial(token_bytes, self.tokenizer))
-            yield event(index, message, **more)
-        if request.stream_options.include_usage:
-            yield sse(chat_chunk(fields, [], usage([sampled for _, sampled in replies], request.n)))
+        async for index, sampled, is_whole in self.states(request, prompts, caller):
+            choice = self.choice(request, sampled, is_partial=not is_whole)
+            if delta := changes(sent[index], choice):
+                yield event(choices=[{"index": index, **delta}], usage=None)
+                sent[index] = choice
+            replies += [sampled] * is_whole
+        if request.stream_options.get("include_usage"):
+            yield event(choices=[], usage=usage(replies, request.n))
         yield "data: [DONE]\n\n"
 
-    async def stream(
-        self, request: Request, caller: Caller, prompt: Sequence[int], answers: list
-    ) -> AsyncIterator[tuple[int, Sampled]]:
-        """Yields the beginnings of replies as their tokens come, and appends the replies to `answers`."""
-        come: asyncio.Queue[tuple[int, Sampled] | None] = asyncio.Queue()
-
-        def on_tokens(index: int, sampled: Sampled) -> None:
-            come.put_nowait((index, sampled))
-
-        task = asyncio.ensure_future(self.replies(caller, request, prompt, on_tokens))
-        task.add_done_callback(lambda _: come.put_nowait(None))
-        try:
-            while found := await come.get():
-                yield found
-            answers += await task
-        finally:
-            task.cancel()
-
-
-def sse(answer: object) -> str:
-    """Returns an event of a stream."""
-    return f"data: {as_json(answer)}\n\n"
+    def choice(self, request: Request, sampled: Sampled, is_partial: bool = False) -> dict[str, JSON]:
+        """Returns a choice of an answer, or its beginning, as its path renders it."""
+        bytes_of, choice, logprobs = partial(token_bytes, self.tokenizer), {}, None
+        has_logprobs = request.num_top >= 0 and not is_partial
+        if request.object == "text_completion":
+            prompt = self.tokenizer.decode(sampled.prompt_ids) if request.echo else ""
+            text = request.before_stop(sampled.reply.text)
+            choice["text"] = prompt + (settled(text, request.stop) if is_partial else text)
+            if has_logprobs:
+                ids = [*sampled.prompt_ids, *sampled.ids] if request.echo else sampled.ids
+                logprobs = text_logprobs(request, sampled, texts_of(self.tokenizer, ids, choice["text"]), bytes_of)
+        else:
+            if request.object == "chat.completion":
+                choice["message"] = reply_message(request, sampled, self.dialect, is_partial)
+            logprobs = chat_logprobs(sampled, request.num_top, bytes_of) if has_logprobs else None
+        has_calls = bool(choice.get("message", {}).get("tool_calls"))
+        reason = "length" if sampled.is_truncated else "tool_calls" if has_calls else "stop"
+        choice |= {"logprobs": logprobs, "finish_reason": None if is_partial else reason}
+        if request.return_token_ids and not is_partial:
+            choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": list(sampled.prompt_ids)}
+        return choice

@@ -1,13 +1,12 @@
 """The endpoint without a model: what requests ask for or are refused, which continue, and how programs end."""
 
 import asyncio
-import contextlib
 import http.client
+import io
 import json
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -25,9 +24,9 @@ from envs.scoring.worker import Failure  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
-from recipes.agents.protocol import ChatRequest, Sampled  # noqa: E402
-from recipes.agents.server import Server  # noqa: E402
-from recipes.agents.sessions import BUDGET, Asked, Ended, Endpoint, Session  # noqa: E402
+from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
+from recipes.agents.server import Caller, Server  # noqa: E402
+from recipes.agents.sessions import BUDGET, Asked, Endpoint, Session  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
@@ -46,15 +45,6 @@ class Loop:
         function(*arguments)
 
 
-class Asking:
-    """A caller."""
-
-    key = "key"
-
-    def __init__(self, is_retry=False):
-        self.is_retry = is_retry
-
-
 class Script(Endpoint):
     """Answers each request by its number; `is_whole`: whether its rows hold what it answers."""
 
@@ -70,11 +60,11 @@ class Script(Endpoint):
     def session_of(self, caller):
         return self.session
 
-    def ask(self, session, dialogue, asked):
-        super().ask(session, dialogue, asked)
+    def ask(self, dialogue, asked):
+        super().ask(dialogue, asked)
         self.asked.append((dialogue.row, asked))
         reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,), is_whole=self.is_whole)
-        asyncio.get_running_loop().call_soon(self.reply, asked, reply)
+        asyncio.get_running_loop().call_soon(self.settle, asked, reply)
 
 
 def talk(script: Script, *requests: tuple) -> list[dict]:
@@ -84,7 +74,9 @@ def talk(script: Script, *requests: tuple) -> list[dict]:
         said = []
         for messages, is_retry, *more in requests:
             sent = {"messages": [m if isinstance(m, dict) else said[m] for m in messages], **(more or [{}])[0]}
-            said.append((await script.replies(Asking(is_retry), ChatRequest.read(sent)))[0][0])
+            request = ChatRequest.read(sent)
+            sampled = await script.samples(Caller("key", is_retry), request)
+            said.append(reply_message(request, sampled[0], script.dialect))
         return said
 
     return asyncio.run(run())
@@ -107,7 +99,7 @@ def test_a_request_continues_behind_the_replies_as_they_were_returned():
     assert [row for row, _ in script.asked] == [0, 0, 1, 2, 0]
     assert [asked.is_new for _, asked in script.asked] == [True, False, True, True, False]
     assert [len(asked.messages) for _, asked in script.asked] == [1, 1, 3, 1, 1]
-    assert (script.session.num_calls, len(script.session.dialogues)) == (5, 3)
+    assert (script.session.num_calls, len(script.dialogues)) == (5, 3)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +109,15 @@ def test_a_request_continues_behind_the_replies_as_they_were_returned():
         ({"temperature": 0.5, "max_tokens": 3, "stop": "x", "seed": 1, "logprobs": True}, False),
         ({"chat_template_kwargs": {"enable_thinking": True}}, True),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, True),
-        ({"n": 2}, True),
+        ({"n": 2}, True),  # choices are samples of their own
     ],
 )
 def test_a_turn_is_what_the_client_sent(fields, is_new):
-    script = Script()
-    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False, fields))
-    assert {asked.is_new for _, asked in script.asked[1:]} == {is_new}
-
-
-def test_a_reply_that_no_row_holds_is_not_continued():
-    script = Script(is_whole=False)
-    talk(script, ([HELLO], False), ([HELLO, 0, MORE], False))
-    assert [asked.is_new for _, asked in script.asked] == [True, True]
+    for is_whole in (True, False):  # a reply that no row holds is not continued
+        script = Script(is_whole=is_whole)
+        talk(script, ([HELLO], False), ([HELLO, 0, MORE], False, fields))
+        assert {asked.is_new for _, asked in script.asked[1:]} == {is_new or not is_whole}
+        assert [asked.index for _, asked in script.asked[1:]] == [*range(fields.get("n", 1))]
 
 
 def test_a_retry_gets_the_answer_of_the_one_equal_request():
@@ -141,20 +129,14 @@ def test_a_retry_gets_the_answer_of_the_one_equal_request():
     assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
 
 
-def test_choices_are_samples_of_their_own():
-    script = Script()
-    talk(script, ([HELLO], False, {"n": 3}))
-    assert [(row, asked.index) for row, asked in script.asked] == [(0, 0), (1, 1), (2, 2)]
-
-
 def test_requests_beyond_the_rows_wait_in_their_order():
     script = Script(num_places=2)
     held = []
-    script.reply = lambda asked, sampled: held.append(asked)
+    script.settle = lambda asked, sampled: held.append(asked)
 
     async def run():
         sent = [ChatRequest.read({"messages": [HELLO], "max_tokens": i}) for i in range(1, 6)]
-        tasks = [asyncio.ensure_future(script.replies(Asking(), request)) for request in sent]
+        tasks = [asyncio.ensure_future(script.samples(Caller("key"), request)) for request in sent]
         for _ in range(5):
             while not held:
                 await asyncio.sleep(0)
@@ -164,16 +146,6 @@ def test_requests_beyond_the_rows_wait_in_their_order():
 
     asyncio.run(run())
     assert [asked.request.max_tokens for _, asked in script.asked] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_names_that_the_template_does_not_show_are_left_out(role, capsys):
-    """AutoGen names the speaker of each message."""
-    script = Script()
-    named = {"role": role, "content": "Use 3.", "name": "planner"}
-    talk(script, ([named, HELLO] if role == "system" else [HELLO, named, HELLO], False), ([HELLO, named, HELLO], False))
-    assert all("name" not in message for _, asked in script.asked for message in asked.messages)
-    assert capsys.readouterr().out.count(f"no names of messages of the role {role}") == 1
 
 
 def test_behind_the_budget_comes_a_text_that_is_not_sampled():
@@ -278,7 +250,7 @@ def program(tmp_path_factory) -> Path:
     return file
 
 
-def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, Ended | Failure]:
+def play(host: AgentHost, jobs: list[AgentJob]) -> dict[int, dict | Failure]:
     """The ends of programs, whose requests are answered."""
     rows, ends = {job.row for job in jobs}, {}
     host.tokenizer = load_tokenizer(ROOT / "models/tiny")
@@ -310,8 +282,8 @@ def test_a_program_costs_its_own_episode_alone(program):
         if isinstance(expected, str):
             assert isinstance(found, Failure) and expected in found.reason, (kind, found)
         else:
-            assert isinstance(found, Ended), (kind, found)
-            assert found.rewards.get("return", {}) == expected, (kind, found)
+            assert isinstance(found, dict), (kind, found)
+            assert found.get("return", {}) == expected, (kind, found)
     assert not running(mark), "no process is left"
     assert not running(str(program))
 
@@ -321,16 +293,13 @@ def test_a_command_gets_its_row_and_its_endpoint(program):
     command = f'cd {program.parent} && {sys.executable} -c "{script}"'
     with AgentHost(AgentSettings(command, timeout=30.0)) as host:
         ends = play(host, [AgentJob(7, {"x": 0.25}, seed=1)])
-    assert ends[7] == Ended({"calls": 1.0, "forks": 0.0, "auxiliary": 0.0, "correct_answer": 0.0, "return": 0.25})
+    assert ends[7] == {"calls": 1.0, "forks": 0.0, "auxiliary": 0.0, "correct_answer": 0.0, "return": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("agent", "reason"),
-    [("agent.py:absent", "has no function absent"), ("absent.py:play", "absent.py"), ("agent.py:play,ask", "play")],
+    ("agent", "reason"), [("agent.py:absent", "no function absent"), ("absent.py:play", "absent.py")]
 )
 def test_a_function_that_is_not_there_is_found_at_the_start(program, agent, reason):
-    if agent == "agent.py:play,ask":  # no name of a function: a command, which fails when it runs
-        return
     with pytest.raises(UserError, match=reason), AgentHost(AgentSettings(str(program.parent / agent))):
         pass
 
@@ -345,15 +314,9 @@ def test_functions_fill_the_slots_of_the_sampler(command, given, per_core):
 
 
 def test_the_server_leaves_the_handlers_of_other_logs_open():
-    class Handler(logging.Handler):
-        is_open = True
-
-        def close(self):
-            self.is_open = False
-
-    handler = Handler()
+    handler = logging.StreamHandler(io.StringIO())
     with Server({}):
-        assert handler.is_open
+        assert handler in [each() for each in logging._handlerList], "closing takes it off this list"
 
 
 def test_programs_end_with_the_run(program):
@@ -385,50 +348,30 @@ time.sleep(60)
 
 # HTTP
 
-
-def send(port: int, data: bytes, wait: float = 5.0) -> bytes:
-    """What the server answers to bytes."""
-    parts = []
-    with socket.create_connection(("127.0.0.1", port), timeout=wait) as connection, contextlib.suppress(OSError):
-        connection.sendall(data)
-        while part := connection.recv(65536):
-            parts.append(part)
-            if b"\r\n\r\n" in b"".join(parts) and b"}" in part:
-                break
-    return b"".join(parts)
-
-
-def post(body: bytes, **headers: str) -> bytes:
-    named = {"Host": "localhost:1", "Content-Length": str(len(body)), **headers}
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in named.items())
-    return f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode() + body
-
-
-GOOD = json.dumps({"messages": [HELLO]}).encode()
-RAW = {
-    "another host": (post(GOOD, Host="evil.example:80"), b" 400 "),
-    "another site": (post(GOOD, Origin="http://evil.example"), b" 400 "),
-    "no key": (post(GOOD), b" 401 "),
-    "another key": (post(GOOD, Authorization="Bearer another"), b" 401 "),
-    "no JSON": (post(b"{"), b" 400 "),
-    "no method": (b"\0\1\2\r\n\r\n", b" 400 "),
-    "another path": (b"GET /etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 404 "),
-    "another method": (b"PUT /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", b" 405 "),
-    "a long head": (b"GET /v1/models HTTP/1.1\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", b" 400 "),
-    "a long body": (post(b" " * 11_000_000), b" 400 "),
-    "a length that is none": (b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", b" 400 "),
+GOOD = json.dumps({"messages": [HELLO]})
+CHAT = "/v1/chat/completions"
+REQUESTS = {  # method, path, body, a header, status
+    "another host": ("POST", CHAT, GOOD, {"Host": "evil.example:80"}, 400),
+    "another site": ("POST", CHAT, GOOD, {"Origin": "http://evil.example"}, 400),
+    "no key": ("POST", CHAT, GOOD, {}, 401),
+    "another key": ("POST", CHAT, GOOD, {"Authorization": "Bearer another"}, 401),
+    "no JSON": ("POST", CHAT, "{", {}, 400),
+    "another path": ("GET", "/etc/passwd", None, {}, 404),
+    "another method": ("PUT", "/v1/models", "", {}, 405),
+    "a long body": ("POST", CHAT, " " * 2_100_000, {}, 400),
 }
 
 
-def test_bytes_of_any_kind_are_answered_or_refused(program):
+def test_requests_of_others_are_refused_and_hold_nobody_up(program):
     with AgentHost(AgentSettings(f"{program}:play")) as host:
-        for name, (data, status) in RAW.items():
-            answer = send(host.server.port, data)
-            assert status in answer or (not answer and "long" in name), (name, answer)
+        for name, (method, path, body, headers, status) in REQUESTS.items():
+            connection = http.client.HTTPConnection("127.0.0.1", host.server.port, timeout=10)
+            connection.request(method, path, body, headers)
+            assert connection.getresponse().status == status, name
         cut = http.client.HTTPConnection("127.0.0.1", host.server.port)
-        cut.putrequest("POST", "/v1/chat/completions")
+        cut.putrequest("POST", CHAT)
         cut.putheader("Content-Length", "100")
         cut.endheaders(b"{")  # the rest never comes
         ends = play(host, [AgentJob(0, {"kind": "is paid"}, 0)])
-        assert ends[0].rewards["return"] == 0.5, "others are answered meanwhile"
+        assert ends[0]["return"] == 0.5
         assert threading.active_count() < 50

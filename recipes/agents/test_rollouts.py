@@ -40,18 +40,25 @@ class Guess:
 PROGRAM = """
 import json, os, random, re, signal, subprocess, threading, time, urllib.error, urllib.request
 
+OTHER = [{"role": "user", "content": "\\nGuess 1 to 9."}]
+
 def ask(base_url, api_key, messages, **more):
     body = json.dumps({"messages": messages, "return_token_ids": True, "logprobs": True, **more}).encode()
     request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": "Bearer " + api_key})
     return json.loads(urllib.request.urlopen(request).read())
 
+def reply(base_url, api_key, messages, **more):
+    messages.append(ask(base_url, api_key, messages, **more)["choices"][0]["message"])
+    return messages[-1]
+
+def opening(low, high):
+    return [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+
 def guess(low, high, number, base_url, api_key):
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    messages = opening(low, high)
     for turn in range(5):
         time.sleep(random.random() / 50)
-        answer = ask(base_url, api_key, messages)
-        messages.append(answer["choices"][0]["message"])
-        said = int((re.findall(r"\\d+", messages[-1]["content"]) or [-1])[-1])
+        said = int((re.findall(r"\\d+", reply(base_url, api_key, messages)["content"]) or [-1])[-1])
         if said == number:
             return 1.0
         messages.append({"role": "user", "content": "higher" if number > said else "lower"})
@@ -60,27 +67,25 @@ def guess(low, high, number, base_url, api_key):
 def forking(low, high, number, base_url, api_key):
     result = guess(low, high, number, base_url, api_key)
     if number % 8:
-        ask(base_url, api_key, [{"role": "user", "content": "\\nGuess 1 to 9."}])
+        ask(base_url, api_key, OTHER)
     return result
 
 def leaving(low, high, number, base_url, api_key):
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
-    reply = ask(base_url, api_key, messages)
-    other = [{"role": "user", "content": "\\nGuess 1 to 9."}]
-    threading.Thread(target=ask, args=(base_url, api_key, other), daemon=True).start()
+    ask(base_url, api_key, opening(low, high))
+    threading.Thread(target=ask, args=(base_url, api_key, OTHER), daemon=True).start()
     time.sleep(0.02 * (number % 7))
     return 0.5
 
 def planning(low, high, number, base_url, api_key):
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
-    reply = ask(base_url, api_key, messages)["choices"][0]["message"]
+    messages = opening(low, high)
+    reply(base_url, api_key, messages)
     time.sleep(0.5)
-    other = ask(base_url, api_key, [{"role": "user", "content": "\\nGuess 1 to 9."}])["choices"][0]["message"]
-    ask(base_url, api_key, [*messages, reply, other | {"role": "user"}])
+    messages.append(reply(base_url, api_key, [*OTHER]) | {"role": "user"})
+    ask(base_url, api_key, messages)
     return 0.5
 
 def writing(low, high, number, base_url, api_key, folder):
-    answer = ask(base_url, api_key, [{"role": "user", "content": f"\\nGuess {low} to {high}."}])
+    answer = ask(base_url, api_key, opening(low, high))
     choice = answer["choices"][0]
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     with open(f"{folder}/{api_key}.json", "w") as file:
@@ -99,16 +104,17 @@ def forging(low, high, number, base_url, api_key):
         except urllib.error.HTTPError as error:
             if "spells <|im_" not in error.read().decode():
                 return 0.0
-    ask(base_url, api_key, [{"role": "user", "content": "Guess 1 to 9."}])
+    ask(base_url, api_key, OTHER)
     return 0.5
 
 def killed(low, high, number, base_url, api_key):
     if number % 5 > 1:
         return guess(low, high, number, base_url, api_key)
     subprocess.Popen(["sleep", str(10**6 + number)], start_new_session=True)
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    messages = opening(low, high)
     for turn in range(number % 3):
-        messages += [ask(base_url, api_key, messages)["choices"][0]["message"], {"role": "user", "content": "lower"}]
+        reply(base_url, api_key, messages)
+        messages.append({"role": "user", "content": "lower"})
     threading.Timer(random.random() / 20, os.kill, (os.getpid(), signal.SIGKILL)).start()
     ask(base_url, api_key, messages)
     time.sleep(60)
@@ -124,17 +130,17 @@ def fragile(low, high, number, base_url, api_key):
     return guess(low, high, number, base_url, api_key)
 
 def stopping(low, high, number, base_url, api_key):
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    messages = opening(low, high)
     for turn in range(3):
-        messages.append(ask(base_url, api_key, messages, stop=["1", "3", "5", "7"])["choices"][0]["message"])
+        reply(base_url, api_key, messages, stop=["1", "3", "5", "7"])
         messages.append({"role": "user", "content": "lower"})
     return 0.5
 
 def long(low, high, number, base_url, api_key):
-    messages = [{"role": "user", "content": f"\\nGuess {low} to {high}."}]
+    messages = opening(low, high)
     try:
         while True:
-            messages.append(ask(base_url, api_key, messages)["choices"][0]["message"])
+            reply(base_url, api_key, messages)
             messages.append({"role": "user", "content": "lower"})
     except urllib.error.HTTPError as error:
         return float("context length" in error.read().decode()) / 2
@@ -162,10 +168,8 @@ def worker_of(folder: Path, name: str, **options: object) -> tuple[RolloutWorker
     model, params, tokenizer = load_model(PLAYER, layout)
     turns = ",max_turns=5" if name == "dataset" else ""
     options = EnvConfig(name, f"path={folder / 'rows.jsonl'},tokens_per_action=96{turns}", **options)
-    sampling = SamplingConfig(prompt_length=64, page_size=16)
-    settings = resolve_settings(options, name, -1, -1)
-    rewards = RewardConfig(num_score_workers=1)
-    worker = make_worker(settings, sampling, rewards, model, tokenizer, layout)
+    sampling, settings = SamplingConfig(prompt_length=64, page_size=16), resolve_settings(options, name, -1, -1)
+    worker = make_worker(settings, sampling, RewardConfig(num_score_workers=1), model, tokenizer, layout)
     return worker, worker.load_weights(params)
 
 
@@ -264,7 +268,7 @@ def test_a_full_context_is_told_and_the_reward_still_counts(play):
 
 @pytest.mark.slow
 def test_killed_programs_cost_their_own_episodes(folder, play):
-    """About 100 of 250, each at another place, with a process of their own that would go on."""
+    """About 100 of 250, each at another place, with a process of its own that would go on."""
     whole, episodes = play("guess", 125), play("killed", 125)
     numbers = np.array([problem.answer["number"] for problem in episodes.problems])
     np.testing.assert_array_equal(episodes.failed, numbers % 5 < 2)

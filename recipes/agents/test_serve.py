@@ -136,14 +136,6 @@ def test_a_reply_cut_by_a_stop_text_continues_as_it_was_sent(chat):
         assert reply.count(message["reasoning_content"] if "reasoning_content" in message else message["content"]) == 1
 
 
-def test_a_second_turn_counts_its_own_thinking(chat):
-    """A template without the switch: the row is the same, but it begins anew."""
-    first = chat(key="t")
-    said = [*ASKED, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
-    row = tokens_of(chat(said, key="t", chat_template_kwargs={"enable_thinking": True}))[0]
-    assert row[: len(tokens_of(first)[0])] == tokens_of(first)[0]
-
-
 def test_seeds_repeat_whatever_else_is_sampled(chat):
     alone = [tokens_of(chat(seed=seed, temperature=1.0))[1] for seed in range(ROWS)]
 
@@ -157,10 +149,10 @@ def test_seeds_repeat_whatever_else_is_sampled(chat):
 
 
 def test_more_conversations_than_rows(chat):
-    """The one that was not used for longest loses its row, and is rendered again if it goes on."""
+    """Many wait for few rows; a conversation that lost its row is rendered again if it goes on."""
     first = chat(key="first")
-    for i in range(2 * ROWS):
-        chat(key=f"key {i}")
+    with ThreadPoolExecutor(50) as pool:
+        assert all(answer["choices"] for answer in pool.map(lambda i: chat(key=f"{i}", max_tokens=4), range(50)))
     said = [*ASKED, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
     assert tokens_of(chat(said, key="first"))[1]
 
@@ -170,12 +162,6 @@ def test_choices_with_a_seed_differ_and_repeat(chat):
     assert found[0] == found[1]
     assert len(set(map(tuple, found[0]))) > 1
     assert found[0][0] == chat(seed=7)["choices"][0]["token_ids"]
-
-
-def test_many_clients_wait_for_few_rows(chat):
-    with ThreadPoolExecutor(50) as pool:
-        found = list(pool.map(lambda i: chat(key=f"many {i}", max_tokens=4), range(50)))
-    assert all(answer["choices"] for answer in found)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +203,8 @@ def test_clients_read_answers_and_streams(url):
         chunks = [x for event in parts for x in event.choices if x.index == index]
         assert "".join(x.text for x in chunks) == expected.text
         assert "".join(expected.logprobs.tokens) == expected.text
+    for answer in (whole, *events, text):
+        type(answer).model_validate_json(answer.to_json())
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
@@ -240,6 +228,24 @@ def test_a_client_that_leaves_ends_its_row(url, chat):
     start = time.monotonic()
     assert tokens_of(chat(max_tokens=2))[1]
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+def test_names_that_the_template_does_not_show_are_left_out(chat, role):
+    """AutoGen names the speaker of each message."""
+    named = {"role": role, "content": "Use 3.", "name": "planner"}
+    said = [named, *ASKED] if role == "system" else [*ASKED, named, *ASKED]
+    nameless = [{key: x for key, x in message.items() if key != "name"} for message in said]
+    assert tokens_of(chat(said))[0] == tokens_of(chat(nameless))[0]
+
+
+def test_a_required_call_begins_with_its_marker(chat):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    answer = chat(tools=[tool], tool_choice="required", key="required")
+    prompt, ids, _ = tokens_of(answer)
+    hf, text = load_tokenizer(TINY).hf, answer["choices"][0]["message"]["content"]
+    assert text == "<tool_call>" + hf.decode(ids, skip_special_tokens=True)
+    assert hf.decode(prompt).endswith("assistant\n<tool_call>"), "it is given, not sampled"
 
 
 def test_stop_texts_and_several_choices(chat):
@@ -301,18 +307,17 @@ def test_the_card_says_how_long_a_conversation_may_be(url):
 
 
 @pytest.mark.parametrize(
-    ("folder", "options", "expected"),
+    ("folder", "expected"),
     [
-        ({}, {}, (1.0, 0, 1.0)),
-        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
-        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": 0}, (0.0, 0, 1.0)),
-        ({"temperature": 1e-7, "top_k": 200}, {}, (0.0, 128, 1.0)),
-        ({"top_k": 1000}, {}, (1.0, 0, 1.0)),
+        ({}, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95)),
+        ({"temperature": 1e-7, "top_k": 200}, (0.0, 128, 1.0)),
+        ({"top_k": 1000}, (1.0, 0, 1.0)),
     ],
 )
-def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
+def test_defaults_of_sampling_are_those_of_the_folder(folder, expected):
     tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
-    found = default_distribution(ServeConfig(**options), tokenizer, vocab_size=512)
+    found = default_distribution(tokenizer, vocab_size=512)
     assert (found.temperature, found.top_k, found.top_p) == expected
 
 

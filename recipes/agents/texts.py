@@ -9,24 +9,29 @@ from functools import lru_cache
 from typing import Any
 
 from envs.base import Problem
-from models.messages import Message
-from models.tokenizer import TURN, UNREAD, Tokenizer
+from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
-
-PARTS = [{"type": "text", "text": TURN + "1"}, {"type": "text", "text": TURN + "2"}]
 
 
 def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """Returns the tokens of a conversation that begins; thoughts of earlier replies that the template refuses are left.
+    """Returns the tokens of a conversation, without thoughts of earlier replies and names if the template hides them.
 
     Raises: UserError as `Tokenizer.chat`.
     """
-    messages, *style = problem.messages, problem.thinking, "", problem.plain, problem.tools
-    thoughtless = [{key: x for key, x in message.items() if key != "reasoning_content"} for message in messages]
-    if thoughtless != list(messages):
+    for hidden in ((), ("reasoning_content",), ("name",), ("reasoning_content", "name")):
+        messages = [{key: x for key, x in said.items() if key not in hidden} for said in problem.messages]
         with contextlib.suppress(UserError):
-            return tokenizer.chat(messages, *style)
-    return tokenizer.chat(thoughtless, *style)
+            ids = tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+            if "name" in hidden:
+                remark("the chat template shows no names of messages: they are left out")
+            return ids
+    return tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+
+
+@lru_cache
+def remark(text: str) -> None:
+    """Prints a line once."""
+    print(text, flush=True)
 
 
 def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
@@ -48,49 +53,25 @@ def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tok
 @lru_cache(maxsize=64)
 def joint_of_parts(tokenizer: Tokenizer, _template: str) -> str:
     """Returns what the chat template writes between two texts of a message; a new line if it takes one text only."""
+    parts = [{"type": "text", "text": TURN + number} for number in "12"]
     with contextlib.suppress(UserError):
-        _, is_shown, rest = tokenizer.render([{"role": "user", "content": PARTS}], None).partition(TURN + "1")
+        _, is_shown, rest = tokenizer.render([{"role": "user", "content": parts}], None).partition(TURN + "1")
         between, is_next, _ = rest.partition(TURN + "2")
         if is_shown and is_next and "'" not in between and '"' not in between:
             return between
     return "\n"
 
 
-@lru_cache(maxsize=64)
-def shows_names(tokenizer: Tokenizer, _template: str, role: str) -> bool:
-    """True if the chat template shows the `name` of a message of this role."""
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-    user = {"role": "user", "content": "1"}
-    before = {"assistant": [user], "tool": [user, UNREAD | {"tool_calls": [call]}]}.get(role, [])
-    after = [user] if role == "system" else []
-    with contextlib.suppress(UserError):
-        named = {"role": role, "content": "1", "name": TURN}
-        return tokenizer.render([*before, named, *after], None, is_open=False).count(TURN) > (role == "tool")
-    return False
-
-
-def without_hidden_names(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[Message], set[str]]:
-    """Returns messages without names that the chat template does not show, and the roles of these messages."""
-    hidden = {m["role"] for m in messages if "name" in m and not shows_names(tokenizer, tokenizer.template, m["role"])}
-    kept = [{k: x for k, x in m.items() if k != "name"} if m["role"] in hidden else m for m in messages]
-    return kept, hidden
-
-
-@lru_cache(maxsize=1)
-def byte_of_char() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level token stands for (GPT-2's table)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
 def token_bytes(tokenizer: Tokenizer, number: int) -> bytes:
     """Returns the bytes of a token's text; none for an id that only pads the vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     token = tokenizer.hf.convert_ids_to_tokens(number)
     if token is None or token in tokenizer.added_ids:
         return (token or "").encode()
     if "ByteLevel" in str(tokenizer.hf.backend_tokenizer.decoder):
-        return bytes(byte_of_char()[char] for char in token)
+        byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+        return bytes(byte_of[char] for char in token)
     if token.startswith("<0x") and len(token) == 6:
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

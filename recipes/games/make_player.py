@@ -87,15 +87,11 @@ def play_tictactoe(problem: Problem, episode: tictactoe.TicTacToeEpisode, is_exp
     cells = tictactoe.free_cells(board)
     seen = ""
     for cell in cells:
-        signs = [sign for sign, player in LINE_SIGNS.items() if completes_line(board, cell, player)]
+        rewards = {sign: tictactoe.final_reward(board.replace(cell, player)) for sign, player in LINE_SIGNS.items()}
+        signs = [sign for sign, reward in rewards.items() if reward in (tictactoe.WIN, tictactoe.LOSS)]  # it wins
         seen += "".join([cell, *signs]) if signs else ""
     choice = tictactoe.best_moves(board, "x") if is_expert else cells
     return f"{seen}:{rng.choice(choice)}"
-
-
-def completes_line(board: str, cell: str, player: str) -> bool:
-    """True if this player would win with this cell."""
-    return tictactoe.final_reward(board.replace(cell, player)) in (tictactoe.WIN, tictactoe.LOSS)
 
 
 def play_gridworld(problem: Problem, episode: gridworld.GridworldEpisode, is_expert: bool, rng: random.Random) -> str:

@@ -19,7 +19,6 @@ from envs.base import Env, Problem, Step
 from recipes.games.gridworld import GridworldEpisode, Lake
 from recipes.games.tictactoe import TicTacToeEpisode
 from recipes.games.wordle import WORDS, WordleEpisode, feedback, read_words
-from tests.helpers import slow
 from utils.settings.errors import UserError
 
 Player = Callable[[str], str]  # returns the reply to the last message
@@ -71,18 +70,14 @@ def is_correct(steps: list[Step]) -> bool:
 class Bisection:
     """Guesses the middle of what is left."""
 
-    def __init__(self):
-        self.low = self.high = self.guess = self.size = 0
-
     def __call__(self, message: str) -> str:
-        if message.startswith("Guess"):
+        if message == "higher":
+            self.low = self.guess + 1
+        elif message == "lower":
+            self.high = self.guess - 1
+        else:
             self.low, self.high = map(int, re.findall("[0-9]+", message))
             self.size = self.high - self.low + 1
-        elif message == "higher":
-            self.low = self.guess + 1
-        else:
-            assert message == "lower"
-            self.high = self.guess - 1
         self.guess = (self.low + self.high) // 2
         return str(self.guess)
 
@@ -108,13 +103,9 @@ def bits_left(own: int, other: int) -> list[int]:
 def read_board(message: str) -> tuple[int, int]:
     """Returns the stones of x and of o on the board at the end of a message."""
     cells = message.split()[-9:]
-    stones = {"x": 0, "o": 0}
-    for i, cell in enumerate(cells):
-        if cell in stones:
-            stones[cell] |= 1 << i
-        else:
-            assert cell == str(i + 1)
-    return stones["x"], stones["o"]
+    x, o = (sum(1 << i for i, cell in enumerate(cells) if cell == stone) for stone in "xo")
+    assert all(cell in (str(i), "x", "o") for i, cell in enumerate(cells, 1))
+    return x, o
 
 
 def solve(problem: Problem) -> float:
@@ -205,19 +196,15 @@ class WordPlayer:
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
-    numbers = []  # of the last message that shows any
-    words = read_words(WORDS)
+    numbers, words = [], read_words(WORDS)  # numbers of the last message that shows any
 
     def player(message: str) -> str:
         numbers[:] = re.findall("[0-9]+", message) or numbers
         if rng.random() < share_invalid:
             return "?"
         if case == "guess":
-            low, high = map(int, numbers)
-            return str(rng.randint(low, high))
-        if case == "wordle":
-            return rng.choice(words)
-        return rng.choice(numbers or list(STEPS))
+            return str(rng.randint(*map(int, numbers)))
+        return rng.choice(words if case == "wordle" else numbers or list(STEPS))
 
     return player
 
@@ -268,16 +255,15 @@ def test_a_result_below_the_value_is_not_correct():
 def test_the_minimax_opponent_does_not_lose_from_the_empty_board():
     env = make_game("tictactoe minimax")
     empty = Problem([{"role": "user", "content": "1 2 3\n4 5 6\n7 8 9"}], "123456789")
-    totals = {0.5: set(), 0.0: set()}
+    games = {0.5: set(), 0.0: set()}
     for seed in range(NUM_PROBLEMS):
-        total, replies, steps = play(env, empty, minimax_player, seed)
-        assert total == 0.5
-        assert is_correct(steps)
-        totals[0.5].add(str([step.messages for step in steps]))
+        total, _, steps = play(env, empty, minimax_player, seed)
+        assert total == 0.5 and is_correct(steps)
+        games[total].add(str([step.messages for step in steps]))
         total, replies, steps = play(env, empty, random_player("tictactoe", seed), seed)
         assert is_correct(steps) == (total == 0.5)
-        totals[total].add(str(replies))
-    assert all(len(games) > 10 for games in totals.values()), "the games differ, by the seed"
+        games[total].add(str(replies))
+    assert all(len(played) > 10 for played in games.values()), "the games differ, by the seed"
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -288,11 +274,9 @@ def test_shortest_paths_earn_full_marks(split):
         places = read_map(problem.messages[-1]["content"])
         [start] = places["P"]
         num_steps = steps_to_goal(places)[start]
-        assert 2 <= num_steps <= env.max_turns
-        assert len(places["H"]) == 4
+        assert 2 <= num_steps <= env.max_turns and len(places["H"]) == 4
         total, replies, steps = play(env, problem, path_player)
-        assert total == 1
-        assert is_correct(steps)
+        assert total == 1 and is_correct(steps)
         assert len(replies) == sum(step.info["steps"] for step in steps) == num_steps
 
 
@@ -324,23 +308,6 @@ def test_words_that_agree_with_all_signs_find_the_word(split):
     assert num_correct > 0.97 * env.num_tasks
 
 
-@pytest.mark.parametrize(
-    ("case", "highest"),
-    [
-        ("guess", 0.3),
-        ("tictactoe", 0.6),
-        ("tictactoe minimax", 0.3),
-        ("gridworld", 0.25),
-        ("wordle", 0.05),
-    ],
-)
-def test_random_moves_earn_clearly_less(case, highest):
-    env = make_game(case)
-    games = [play(env, env.problem(i), random_player(case, i), seed=i) for i in range(400)]
-    assert sum(total for total, *_ in games) / len(games) < highest
-    assert sum(is_correct(steps) for *_, steps in games) / len(games) < 0.65
-
-
 # laws
 
 
@@ -350,40 +317,30 @@ MOVES = ["up", "d", "l", "right", "5", "9", "0", "10", "x"]
 
 def hostile_reply(rng: random.Random) -> str:
     """Returns text that a broken or a scheming model may write: up to 100,000 characters."""
-    characters = [chr(rng.choice((rng.randrange(32), rng.randrange(0xD800)))) for _ in range(20)]
+    characters = "".join(chr(rng.choice((rng.randrange(32), rng.randrange(0xD800)))) for _ in range(20))
     number = rng.getrandbits(rng.choice((4, 64, 9000)))
-    kinds = ["".join(characters), f"{number:x}", str(number % 10**99), rng.choice(SNIPPETS), *rng.choices(MOVES, k=3)]
-    words = rng.choices(kinds, k=3)
-    text = rng.choice(" \n,").join(words)
-    if rng.random() < 0.01:
-        return text * (100_000 // (len(text) + 1))
-    return text
+    kinds = [characters, f"{number:x}", str(number % 10**99), rng.choice(SNIPPETS), *rng.choices(MOVES, k=3)]
+    text = rng.choice(" \n,").join(rng.choices(kinds, k=3))
+    return text * (100_000 // (len(text) + 1)) if rng.random() < 0.01 else text
 
 
-@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_hostile_replies_raise_nothing_and_take_milliseconds(case, number):
-    env = make_game(case)
-    rng = random.Random(case)
-    episode = env.episode(env.problem(0), 0)
-    seconds = []
-    num_turns = 0
-    num_invalid = 0.0
-    for i in range(number):
+def test_hostile_replies_raise_nothing_and_take_milliseconds(case):
+    env, rng = make_game(case), random.Random(case)
+    episode, num_turns, seconds, num_invalid = env.episode(env.problem(0), 0), 0, [], 0.0
+    for i in range(1000):
         reply = hostile_reply(rng)
         start = time.process_time()
         step = episode.step(reply)
         seconds.append(time.process_time() - start)
         num_invalid += step.info.get("invalid", 0.0)
-        assert step.done or len(step.messages[0]["content"]) < 100
         assert 0 <= step.reward <= 1
-        assert step.done or not step.reward
+        assert step.done or not step.reward and len(step.messages[0]["content"]) < 100
         num_turns += 1
         if step.done or num_turns == env.max_turns:
-            episode = env.episode(env.problem(i % env.num_tasks), i)
-            num_turns = 0
-    assert number / 100 < num_invalid < 0.99 * number, "some are moves"
-    assert sum(seconds) / len(seconds) < 0.001
+            episode, num_turns = env.episode(env.problem(i % env.num_tasks), i), 0
+    assert 10 < num_invalid < 990, "some are moves"
+    assert sum(seconds) < 1
     assert max(seconds) < 0.25, "for 100,000 characters; they take 10 ms where nothing else runs"
 
 
@@ -406,27 +363,20 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
     assert bool(num_changed) == (case not in ("guess", "gridworld", "wordle")), "chance comes from the seed"
 
 
-@pytest.mark.parametrize("case", ["guess", "tictactoe", "gridworld"])
-def test_splits_are_disjoint(case):
-    identities = []
-    for split in SPLITS:
-        env = make_game(case, split)
-        messages = [env.problem(i).messages[-1]["content"] for i in range(1000)]
-        identities.append({least_image(message) if case == "tictactoe" else message for message in messages})
-    assert not identities[0] & identities[1]
-    assert min(map(len, identities)) >= 30
+def test_splits_share_no_position_up_to_symmetry():
+    envs = [make_game("tictactoe", split) for split in SPLITS]
+    boards = [{least_image(env.problem(i).messages[-1]["content"]) for i in range(1000)} for env in envs]
+    assert not boards[0] & boards[1]
+    assert min(map(len, boards)) >= 30
 
 
 def least_image(message: str) -> tuple[str, ...]:
     """Returns the least of a board's images under the symmetries of the square, by coordinates."""
-    cells = message.split()[-9:]
-    images = []
+    cells, images = message.split()[-9:], []
     for down, right, is_turned in itertools.product((1, -1), (1, -1), (False, True)):
-        image = {}
-        for i, cell in enumerate(cells):
-            place = down * (i // 3 - 1), right * (i % 3 - 1)
-            image[place[::-1] if is_turned else place] = cell if cell in "xo" else ""
-        images.append(tuple(image[place] for place in sorted(image)))
+        places = [(down * (i // 3 - 1), right * (i % 3 - 1)) for i in range(9)]
+        image = {place[::-1] if is_turned else place: cell for place, cell in zip(places, cells, strict=True)}
+        images.append(tuple(image[place] if image[place] in "xo" else "" for place in sorted(image)))
     return min(images)
 
 

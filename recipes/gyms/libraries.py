@@ -18,11 +18,7 @@ class Arena:
 
     def step(self, action: str) -> tuple[bool, dict]:
         self.left -= 1
-        self.said = [
-            (0, action, None),
-            (-1, f"{self.left} left.", None),
-            (-1, 7, None),
-        ]
+        self.said = [(0, action, None), (-1, f"{self.left} left.", None), (-1, 7, None)]
         return self.left == 0, {}
 
     def get_observation(self):
@@ -46,12 +42,7 @@ class Wrapped:
 class Lake:
     """Gymnasium: numbered actions, and a board in colors."""
 
-    action_space = SimpleNamespace(
-        n=np.int64(3),
-        start=np.int64(1),
-        shape=(),
-        sample=None,
-    )
+    action_space = SimpleNamespace(n=np.int64(3), start=np.int64(1), shape=(), sample=None)
     render_mode = "ansi"
 
     def reset(self, *, seed=None, options=None):

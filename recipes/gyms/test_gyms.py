@@ -32,38 +32,14 @@ NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
 ECHOED = '{"text": "%s", "length": %d}'
 LIBRARIES = [  # name in libraries.py, end of the prompt, replies with what is said (None: the end) and paid
     ("arena", r"Seed \d+, 2 left\.", [("a", "1 left.\n7", 0), ("b", None, 0.75)]),
-    (
-        "lake",
-        r"\(Down\)\n\[41m0\]",
-        [
-            ("go 1", "(Down)\n[41m1]", 0.5),
-            ("0", NO_NUMBER, 0),
-            ("x", NO_NUMBER, 0),
-        ],
-    ),
-    (
-        "lake",
-        r".*\n\[41m0\]",
-        [
-            ("9" * 5000, NO_NUMBER, 0),
-            ("1 or 3", "(Down)\n[41m3]", 0.5),
-            ("3", None, 0.5),
-        ],
-    ),
+    ("lake", r"\(Down\)\n\[41m0\]", [("go 1", "(Down)\n[41m1]", 0.5), ("0", NO_NUMBER, 0), ("x", NO_NUMBER, 0)]),
+    ("lake", r".*\n\[41m0\]", [("9" * 5000, NO_NUMBER, 0), ("1 or 3", "(Down)\n[41m3]", 0.5), ("3", None, 0.5)]),
     ("table", "0", [("2", "7, [1, 2], 2", 0.5), ("2", None, 0.5)]),
     ("echoes", "Ready", [("{", ECHOED % ("{", 1), 1), ("end", None, 1)]),
     ("echo_client", r"\['answer', 'prompt', 'seed', .*\]", [("hi\n", ECHOED % ("hi\\n", 3), 1), ("end", None, 1)]),
     ("sync_client", r"\['answer', 'prompt', 'seed', .*\]", [("hi", ECHOED % ("hi", 2), 1), ("end", None, 1)]),
     ("dict_client", r"\['answer.*\]", [('{"message": "hi"}', ECHOED % ("hi", 2), 1), ('{"message": "end"}', None, 1)]),
-    (
-        "moves",
-        "Ready",
-        [
-            (" 3\n", "3 False", 0.25),
-            ('{"x": 4, "fast": true}', "4 True", 0.25),
-            ("6", None, 0.25),
-        ],
-    ),
+    ("moves", "Ready", [(" 3\n", "3 False", 0.25), ('{"x": 4, "fast": true}', "4 True", 0.25), ("6", None, 0.25)]),
     ("sky", r"Begin\.", [("5", "No.", 0), ("it is 3", None, 1)]),
 ]
 

@@ -84,9 +84,9 @@ class OfflineRun(Run):
         settings, origin = read_settings(stored / "config.json")
         if not settings:
             raise UserError(f"--rollouts_from {name} has no config.json: name a whole run folder")
+        if origin.get("segments"):
+            raise UserError(f"--rollouts_from {name} was changed on the way by --resume force: name another run")
         changes = changed_settings(settings, self.folder.settings, options, free)
-        for segment in origin.get("segments", ()):  # which --resume force changed on the way
-            changes |= {x: values for x, values in segment["changed"].items() if x not in free} | segment["data"]
         data = read_json(stored / "data.json")
         changes |= {x: [data[x], value] for x, value in self.folder.fingerprints.items() if data.get(x, value) != value}
         for what, (old, new) in changes.items():

@@ -1,19 +1,15 @@
 """Runs code of the policy, each piece in a process of its own, confined by sandbox.py beside this file."""
 
 import contextlib
-import fcntl
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from recipes.python_tool import sandbox
@@ -23,7 +19,6 @@ MAX_OUTPUT = 20_000  # bytes that are read of the output of code
 MAX_FOLDER = 1 << 24  # bytes of the files that code writes
 MAX_FILES = 1000
 PREFIX = "lmpo-python-"  # of temporary folders
-GRACE = 60  # seconds within which a new folder is locked
 POLL = 0.01  # seconds between two looks at these files
 FOLDER = os.path.dirname(sandbox.__file__)
 START = f"import sys; sys.path.append({FOLDER!r}); import sandbox; sandbox.main(*sys.argv[1:])"
@@ -58,7 +53,6 @@ class Interpreter:
                 f"the tool python cannot confine code here, since there is no {missing}: give --env_options "
                 "sandbox=off, which runs code of the model with limits of time, memory and files only"
             )
-        remove_abandoned_folders()
         self.renew()
         try:
             self.python("None")
@@ -99,7 +93,7 @@ class Interpreter:
         confinement = "on" if self.is_confined else "off"
         folders = [os.pathsep.join(READABLE), os.pathsep.join(PACKAGES)]
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder, lock(folder):
+        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
             process = subprocess.Popen(
                 [*COMMAND, *limits, confinement, *folders],
                 stdin=source,
@@ -135,28 +129,6 @@ def check_folder(folder: str) -> None:
             num_bytes += max(status.st_size, 512 * status.st_blocks)  # blocks may lie behind the end
         if num_files > MAX_FILES or num_bytes > MAX_FOLDER:
             raise CodeError(f"the code wrote more than {MAX_FILES} files or {MAX_FOLDER >> 20} MiB")
-
-
-@contextlib.contextmanager
-def lock(folder: str) -> Iterator[bool]:
-    """Locks a folder until the block or this process ends; False if that fails."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    is_locked = False
-    with contextlib.suppress(OSError):  # another process has the lock, or the file system has none
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_locked = True
-    try:
-        yield is_locked
-    finally:
-        os.close(file)
-
-
-def remove_abandoned_folders() -> None:
-    """Removes the temporary folders of processes that were killed while code ran."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), lock(str(folder)) as is_abandoned:
-            if is_abandoned and time.time() - folder.stat().st_mtime > GRACE:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def end(process: Process) -> None:

@@ -159,19 +159,13 @@ def confine(readable: list[str]) -> None:
     """Gives up all rights except those in this file's docstring. Raises: OSError if the kernel refuses a step."""
     column = MACHINES.index(os.uname().machine)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    drop_capabilities(column)
+    version = 0x20080522  # linux/capability.h: three sets of 64 bits, the rights that only root has
+    checked(libc.syscall(CAPSET[column], struct.pack("Ii", version, 0), bytes(24)))
     restrict_files(readable)
     program = make_filter(column)
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     checked(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
-
-
-def drop_capabilities(column: int) -> None:
-    """Gives up the rights that only root has."""
-    version = 0x20080522  # linux/capability.h: three sets of 64 bits
-    header = struct.pack("Ii", version, 0)
-    checked(libc.syscall(CAPSET[column], header, bytes(24)))
 
 
 def restrict_files(readable: list[str]) -> None:

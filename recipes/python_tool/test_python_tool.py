@@ -1,19 +1,12 @@
 """The tool python: what it returns, and what hostile code cannot do."""
 
-import errno
 import json
 import os
 import platform
 import random
 import re
-import shutil
-import signal
-import socket
 import struct
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -25,7 +18,7 @@ from envs.base import INLINE, Env, Reply, Step
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.worker import EpisodeCache, Turns
 from recipes.python_tool import sandbox
-from recipes.python_tool.interpreter import PREFIX, CodeError, Interpreter, lock
+from recipes.python_tool.interpreter import CodeError, Interpreter
 from tests.helpers import slow
 from tests.processes import wait_until_gone
 from utils.settings.errors import UserError
@@ -52,41 +45,25 @@ def run(code: str, seconds: float = 20.0, memory: int = 512, is_confined: bool =
     [
         ("1 + 1", "2"),
         ("x = 6\nprint(x)\nx * 7", "6\n42"),
-        ("'a'", "'a'"),
         ("None", ""),
-        ("", ""),
-        ("x = 1", ""),
         ("def f(n):\n    return n * f(n - 1) if n else 1\nf(20)", "2432902008176640000"),
-        ("import math, fractions, itertools\nmath.comb(10, 3)", "120"),
-        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\nA(1)", "A(b=1)"),
         ("if __name__ == '__main__':\n    print('é')", "é"),
-        ("hash('a') == hash('a')", "True"),
         ("open('a', 'w').write('b')\nprint(open('a').read())", "b"),
-        ("import sys\nsys.exit()", ""),
         ("1 / 0", "!ZeroDivisionError: division by zero"),
         ("print('before')\nraise ValueError('a\\nb')", "!ValueError: a b"),
-        ("raise KeyError", "!KeyError"),
         ("1 +", "!SyntaxError: invalid syntax (code, line 1)"),
         ("import sys\nsys.exit('no')", "!no"),
         ("import os\nos._exit(3)", "!the process ended with exit code 3"),
         ("input()", "!EOFError: EOF when reading a line"),
-        ("\0", "!SyntaxError: source code string cannot contain null bytes"),
         ("'\ud800'", "'?'"),
         ("import sys\nsys.stdout.buffer.write(b'\\xff\\x1b[2J') and None", "\ufffd\x1b[2J"),
         ("import ctypes\nctypes.string_at(0)", "!the process was ended by signal 11 (Segmentation fault)"),
-        ("import os\nos.fstat(0).st_size, os.read(0, 9)", "(0, b'')"),
         ("import time\ntime.sleep(0.01)\ntime.time() > time.process_time() > 0 < time.thread_time()", "True"),
         ("import random, secrets, uuid\nlen({random.random(), secrets.token_hex(), uuid.uuid4()})", "3"),
         ("import threading\nthreading.Event().wait(0.01), threading.Lock().acquire(timeout=0.01)", "(False, True)"),
         ("import signal as s\ns.signal(14, lambda *_: print(1))\nx = s.setitimer(0, 0.01)\ns.pause()", "1"),
-        ("import select\nselect.select([0], [], [], 0)[0], select.poll().poll(1)", "([0], [])"),
         ("import re, decimal, datetime, sqlite3, asyncio, multiprocessing, ctypes.util, zipfile, xml.dom.minidom", ""),
-        ("f = open('a', 'w+b')\nf.write(b'abc')\nf.truncate(2)\nf.seek(0)\nf.read()", "b'ab'"),
-        ("import os\nopen('a', 'w').close()\nos.listdir(), os.stat('a').st_nlink", "(['a'], 1)"),
-        ("import os, shutil\nf = open('a', 'w')\nos.fsync(f.fileno())\nshutil.copyfile('a', 'b')", "'b'"),
-        ("import os\nos.dup2(1, 9), os.closerange(8, 20), os.isatty(1), os.cpu_count() > 0", "(9, None, False, True)"),
         ("import numpy as np\nnp.save('a', np.ones(3))\nnp.load('a.npy', mmap_mode='r').sum()", "np.float64(3.0)"),
-        ("import mmap\nf = open('a', 'w+b', 0)\nf.truncate(1)\nmmap.mmap(f.fileno(), 0)[0] = 65\nf.read()", "b'A'"),
     ],
 )
 def test_results_and_errors(code, result):
@@ -145,58 +122,6 @@ def test_limits_of_memory_output_and_files(code, reason):
     assert time.monotonic() - start < 15
 
 
-BOMBS = {  # code, and how it ends; unseen: without a name in the folder, or behind the end of a file
-    "unseen blocks": ("call('fallocate', file.fileno(), 1, length(0), length(2**30))", "[Errno 1] fallocate"),
-    "unseen blocks of the output": ("call('fallocate', 1, 1, length(0), length(2**30))", "[Errno 1] fallocate"),
-    "unseen mapped files": (
-        "maps = []\nwhile True:\n file = open('a', 'w+b')\n file.write(bytes(2**20))\n"
-        " maps.append(mmap.mmap(file.fileno(), 4096))\n file.close()\n os.remove('a')",
-        "Operation not permitted: 'a'",
-    ),
-    "unseen mapped files by another name": (
-        "maps = []\nwhile True:\n file = open('a', 'w+b')\n file.write(bytes(2**20))\n"
-        " maps.append(mmap.mmap(file.fileno(), 4096))\n file.close()\n os.replace('a', 'b')",
-        "Operation not permitted: 'a' -> 'b'",
-    ),
-    "files that never had a name": (
-        "maps = []\nwhile True:\n number = os.open('.', os.O_TMPFILE | os.O_RDWR)\n os.write(number, bytes(2**20))\n"
-        " maps.append(mmap.mmap(number, 4096))\n os.close(number)",
-        "Operation not permitted: '.'",
-    ),
-    "files": ("for i in range(10**6): open(str(i), 'wb', 0).write(bytes(2**20))", "more than 1000 files or 16 MiB"),
-    "mapped files": (
-        "for i in range(10**6):\n file = open(str(i), 'w+b')\n file.truncate(2**20)\n"
-        " mmap.mmap(file.fileno(), 0)[:] = bytes(2**20)",
-        "more than 1000 files or 16 MiB",
-    ),
-    "pipes": ("ends = [os.pipe() for _ in range(30)]", "Operation not permitted"),
-}
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory")
-@pytest.mark.parametrize("name", BOMBS)
-def test_bombs_take_less_than_64_mb(name, monkeypatch):
-    """As the file system counts, of which a thread looks at the largest number."""
-    code, end = BOMBS[name]
-    free, is_over = [], threading.Event()
-
-    def watch():
-        while not is_over.wait(0.001):
-            free.append(shutil.disk_usage("/dev/shm").free)
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        # Temporary folders of the sandbox are counted here.
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        thread = threading.Thread(target=watch)
-        thread.start()
-        result = run(f"{TOOLS}\nimport mmap\nlength = ctypes.c_long\nfile = open('a', 'w+b')\n{code}", seconds=2)
-        is_over.set()
-        thread.join()
-    assert result.startswith("!")
-    assert result.endswith(end)
-    assert free[0] - min(free) < 64e6
-
-
 REFUSED = "PermissionError: [Errno 1] Operation not permitted"
 DENIED = "PermissionError: [Errno 13] Permission denied"
 
@@ -205,26 +130,12 @@ DENIED = "PermissionError: [Errno 13] Permission denied"
     ("code", "reason"),
     [
         ("os.fork()", REFUSED),
-        ("while True: os.fork()", REFUSED),
-        ("os.posix_spawn('/bin/ls', ['ls'], {})", f"{REFUSED}: '/bin/ls'"),
-        ("os.execv('/bin/ls', ['ls'])", REFUSED),
         ("subprocess.run(['ls'])", REFUSED),
         ("threading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
         ("os.kill(os.getppid(), 9)", REFUSED),
-        ("os.killpg(os.getpgid(os.getppid()), 9)", REFUSED),
-        ("signal.pidfd_send_signal(0, 9)", REFUSED),
-        ("os.setsid()", REFUSED),
-        ("os.nice(1)", REFUSED),
         ("fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", REFUSED),
         ("fcntl.fcntl(0, fcntl.F_SETSIG, 9)", REFUSED),
-        ("fcntl.flock(0, fcntl.LOCK_SH)", REFUSED),
-        ("fcntl.lockf(1, fcntl.LOCK_EX)", REFUSED),
-        ("fcntl.ioctl(0, 0x5401)", REFUSED),
-        ("os.pipe()", REFUSED),
         ("socket.socket()", REFUSED),
-        ("socket.socket(socket.AF_UNIX)", REFUSED),
-        ("socket.socketpair()", REFUSED),
-        ("os.memfd_create('a')", REFUSED),
         ("os.listdir('/')", f"{DENIED}: '/'"),
         ("os.listdir('/proc')", f"{DENIED}: '/proc'"),
         ("os.listdir('..')", f"{DENIED}: '..'"),
@@ -234,16 +145,11 @@ DENIED = "PermissionError: [Errno 13] Permission denied"
         ("open('a', 'w') and os.remove('a')", f"{REFUSED}: 'a'"),
         ("open('a', 'w') and os.rename('a', 'b')", f"{REFUSED}: 'a' -> 'b'"),
         ("os.open('.', os.O_TMPFILE | os.O_RDWR)", f"{REFUSED}: '.'"),
-        ("os.posix_fallocate(1, 0, 1)", REFUSED),
-        ("os.mkdir('a')", f"{REFUSED}: 'a'"),
-        ("os.mkfifo('a')", REFUSED),
         ("os.symlink('/etc/passwd', 'a')", f"{REFUSED}: '/etc/passwd' -> 'a'"),
-        ("os.setuid(12345)", REFUSED),
-        ("os.chroot('.')", f"{REFUSED}: '.'"),
     ],
 )
 def test_what_code_must_not_do_is_refused(code, reason):
-    modules = "import fcntl, os, resource, signal, socket, subprocess, threading\n"
+    modules = "import fcntl, os, socket, subprocess, threading\n"
     assert run(modules + code) == "!" + reason
 
 
@@ -280,86 +186,12 @@ def test_files_elsewhere_are_neither_read_nor_changed(place, code, tmp_path):
         assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
 
 
-def test_a_server_of_this_machine_is_not_reached():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0)
-        port = server.getsockname()[1]
-        assert run(f"import urllib.request as u\nu.urlopen('http://127.0.0.1:{port}')").endswith(f"{REFUSED[17:]}>")
-        with pytest.raises(BlockingIOError):
-            server.accept()
-
-
-OBJECTS = {  # made by this process: how, how code of the model would use one, how it is looked at, how it is removed
-    "System V shared memory": (
-        "id = call('shmget', 0, 4096, 0o1600)\naddress = call('shmat', id, None, 0)\ncall('shmctl', id, 0, None)",
-        "ctypes.memset(call('shmat', id, None, 0), 7, 9)",
-        "ctypes.string_at(address, 9)",
-        "libc.shmdt(ctypes.c_void_p(address))",
-    ),
-    "System V semaphore, set": (
-        "id = call('semget', 0, 1, 0o1600)\ncall('semctl', id, 0, 16, 7)",
-        "call('semctl', id, 0, 16, 0)",
-        "call('semctl', id, 0, 12)",
-        "call('semctl', id, 0, 0)",
-    ),
-    "System V semaphore, taken": (
-        "id = call('semget', 0, 1, 0o1600)\ncall('semctl', id, 0, 16, 7)",
-        "call('semop', id, struct.pack('hhh', 0, -1, 0), 1)",
-        "call('semctl', id, 0, 12)",
-        "call('semctl', id, 0, 0)",
-    ),
-    "System V queue, read": (
-        "id = call('msgget', 0, 0o1600)\ncall('msgsnd', id, struct.pack('q', 1) + b'SECRET', 6, 0)\ninfo = bytes(256)",
-        "text = bytes(64)\ncall('msgrcv', id, text, 32, 0, 0o4000)\nprint(text)",
-        "call('msgctl', id, 2, info), info",
-        "call('msgctl', id, 0, None)",
-    ),
-    "System V queue, written": (
-        "id = call('msgget', 0, 0o1600)\ninfo = bytes(256)",
-        "call('msgsnd', id, struct.pack('q', 1) + b'SECRET', 6, 0)",
-        "call('msgctl', id, 2, info), bytes(bytearray(info))",
-        "call('msgctl', id, 0, None)",
-    ),
-    "System V queue, removed": (
-        "id = call('msgget', 0, 0o1600)\ninfo = bytes(256)",
-        "call('msgctl', id, 0, None)",
-        "call('msgctl', id, 2, info)",
-        "libc.msgctl(id, 0, None)",
-    ),
+OBJECTS = {  # made here, by names or by calls that are allowed: how, how code uses one, how it looks, how it is removed
     "POSIX shared memory": (
         "path = f'/dev/shm/lmpo-test-{pid}'\nPath(path).write_text('SECRET')",
         "open(path, 'w').close()",
         "Path(path).read_text()",
         "os.remove(path)",
-    ),
-    "POSIX queue": (
-        "path = f'/lmpo-test-{pid}'.encode()\ninfo = bytes(64)\nqueue = call('mq_open', path, 0o102, 0o600, None)\n"
-        "call('mq_send', queue, b'SECRET', 6, 1)",
-        "text = bytes(2**14)\ncall('mq_receive', call('mq_open', path, 2), text, len(text), None)\nprint(text[:6])",
-        "call('mq_getattr', queue, info), info",
-        "call('mq_unlink', path)",
-    ),
-    "POSIX semaphore": (
-        "path = f'/lmpo-test-{pid}'.encode()\nvalue = ctypes.c_int()\nsem = call('sem_open', path, 0o102, 0o600, 7)",
-        "call('sem_post', ctypes.c_void_p(call('sem_open', path, 0)))",
-        "call('sem_getvalue', ctypes.c_void_p(sem), ctypes.byref(value)), value.value",
-        "call('sem_unlink', path)",
-    ),
-    "TCP": (
-        "file = socket.create_server(('127.0.0.1', 0))\nport = file.getsockname()[1]",
-        "socket.create_connection(('127.0.0.1', port))",
-    ),
-    "UDP": (
-        "file = socket.socket(type=socket.SOCK_DGRAM)\nfile.bind(('127.0.0.1', 0))\nport = file.getsockname()[1]",
-        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'a', ('127.0.0.1', port))",
-    ),
-    "socket with a path": (
-        "path = f'{folder}/a'\nfile = socket.socket(socket.AF_UNIX)\nfile.bind(path)\nfile.listen()",
-        "socket.socket(socket.AF_UNIX).connect(path)",
-    ),
-    "socket with a name": (
-        "path = f'\\0lmpo-test-{pid}'\nfile = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\nfile.bind(path)",
-        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'a', path)",
     ),
     "named pipe": (
         "path = f'{folder}/a'\nos.mkfifo(path)\nfile = open(os.open(path, os.O_RDWR))",
@@ -369,17 +201,9 @@ OBJECTS = {  # made by this process: how, how code of the model would use one, h
         "file, end = map(open, os.pipe(), 'rw')\nnumber = end.fileno()",
         "os.write(os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY), b'a')",
     ),
-    "pipe by pidfd": (
-        "file, end = map(open, os.pipe(), 'rw')\nnumber = end.fileno()\nlibc.prctl(0x59616D61, ctypes.c_long(-1))",
-        "os.write(call('syscall', 438, os.pidfd_open(pid), number, 0), b'a')",
-    ),
     "terminal": (
         "import pty\nfile, end = (open(number, 'r+b', 0) for number in pty.openpty())\npath = os.ttyname(end.fileno())",
         "os.write(os.open(path, os.O_RDWR | os.O_NOCTTY), b'a\\n')",
-    ),
-    "file without a name": (
-        "file = open(os.memfd_create('a'), 'w')\nnumber = file.fileno()\nfile.write('SECRET')\nfile.flush()",
-        "print(open(f'/proc/{pid}/fd/{number}').read())",
     ),
     "memory": (
         "text = ctypes.create_string_buffer(b'SECRET')\naddress = ctypes.addressof(text)\n"
@@ -387,65 +211,19 @@ OBJECTS = {  # made by this process: how, how code of the model would use one, h
         "file = open(f'/proc/{pid}/mem', 'r+b', 0)\nfile.seek(address)\nfile.write(b'TAKEN!')",
         "text.value",
     ),
-    "memory by number": (
-        "text = ctypes.create_string_buffer(b'SECRET')\naddress = ctypes.addressof(text)\n"
-        "libc.prctl(0x59616D61, ctypes.c_long(-1))",
-        "own = ctypes.create_string_buffer(6)\nplaces = [struct.pack('QQ', ctypes.addressof(own), 6)]\n"
-        "call('process_vm_readv', pid, *places, 1, struct.pack('QQ', address, 6), 1, 0)\nprint(own.value)",
-    ),
-    "priority": (
-        "child = subprocess.Popen(['sleep', '60'])\nnumber = child.pid",
-        "os.setpriority(os.PRIO_PROCESS, number, 19)",
-        "os.getpriority(os.PRIO_PROCESS, number)",
-        "child.kill()\nchild.wait()",
-    ),
     "limits": (
         "child = subprocess.Popen(['sleep', '60'])\nnumber = child.pid",
         "resource.prlimit(number, resource.RLIMIT_NOFILE, (9, 9))",
         "resource.prlimit(number, resource.RLIMIT_NOFILE)",
         "child.kill()\nchild.wait()",
     ),
-    "scheduler": (
-        "child = subprocess.Popen(['sleep', '60'])\nnumber = child.pid",
-        "os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))",
-        "os.sched_getscheduler(number)",
-        "child.kill()\nchild.wait()",
-    ),
     "clock": ("", "time.clock_gettime(~pid << 3 | 2)\nprint('SECRET')"),
-    "key": (
-        "numbers = {'x86_64': (248, 250), 'aarch64': (217, 219)}[platform.machine()]\n"
-        "number = call('syscall', numbers[0], b'user', b'lmpo-test', b'SECRET', 6, -4)",
-        "call('syscall', numbers[1], 3, number)",  # KEYCTL_REVOKE
-        "call('syscall', numbers[1], 6, number, None, 0)",  # KEYCTL_DESCRIBE
-        "libc.syscall(numbers[1], 9, number, -4)",  # KEYCTL_UNLINK
-    ),
-    "lock of a library": ("path = os.__file__", "fcntl.flock(open(path), fcntl.LOCK_EX)\nprint('SECRET')"),
-    "link": ("path = f'{folder}/a'\nos.symlink('SECRET', path)", "print(os.readlink(path))"),
-    "attribute": (
-        "path = f'{folder}/a'\nopen(path, 'w').close()\nos.setxattr(path, 'user.a', b'SECRET')",
-        "print(os.getxattr(path, 'user.a'))",
-    ),
-    # What the kernel counts for the machine or the user.
-    "inotify": ("", "call('inotify_add_watch', call('inotify_init'), b'/tmp', 2)\nprint('SECRET')"),
-    "asynchronous input": (
-        "number = {'x86_64': 206, 'aarch64': 0}[platform.machine()]",
-        "call('syscall', number, 100, bytes(8))\nprint('SECRET')",
-    ),
-    "timer": ("", "call('timer_create', 0, None, bytes(8))\nprint('SECRET')"),
     "buffers of pipes": ("", "fcntl.fcntl(os.pipe()[1], 1031, 2**17)\nprint('SECRET')"),
-    "watched descriptors": ("", "import select\nselect.epoll()\nprint('SECRET')"),
 }
 TOOLS = """
-import ctypes, fcntl, os, platform, resource, select, socket, struct, subprocess, time
+import ctypes, fcntl, os, resource, select, subprocess, time
 from pathlib import Path
 libc = ctypes.CDLL(None, use_errno=True)
-libc.shmat.restype = ctypes.c_long
-libc.sem_open.restype = ctypes.c_void_p
-def call(name, *arguments):
-    result = getattr(libc, name)(*arguments)
-    if result in (-1, None):
-        raise OSError(ctypes.get_errno(), name)
-    return result
 """
 
 
@@ -461,25 +239,18 @@ def state(look: str, names: dict[str, object]) -> str:
 def test_objects_made_outside_are_untouched(name, tmp_path):
     """Each try succeeds without confinement."""
     make, attempt, look, remove = (*OBJECTS[name], "", "")[:4]
-    look = look or ("select.select([file], [], [], 0)[0] != []" if "file = " in make or "file, " in make else "0")
+    look = look or ("select.select([file], [], [], 0)[0] != []" if "file" in make else "0")
     for is_confined in (False, True):
         folder = tmp_path / str(is_confined)
         folder.mkdir()
         names = {"pid": os.getpid(), "folder": str(folder)}
-        exec(TOOLS, names)
-        try:
-            exec(make, names)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
-                raise
-            pytest.skip(f"this machine has none: {error}")
+        exec(TOOLS + make, names)
         known = {key: value for key, value in names.items() if isinstance(value, int | str | bytes | tuple)}
         values = "".join(f"{key} = {value!r}\n" for key, value in known.items() if not key.startswith("__"))
         before = state(look, names)
         result = run(TOOLS + values + attempt, is_confined=is_confined)
         after = state(look, names)
         exec(remove, names)
-        names.clear()
         if is_confined:
             assert re.match(r"!PermissionError: \[Errno (1|13)\]", result), result
             assert after == before
@@ -606,23 +377,18 @@ time.sleep(99)
 """
 
 
-def test_no_process_is_left_of_a_fork_bomb():
-    memory = random.Random(str(os.getpid())).randrange(2**29, 2**30)  # is in the command line: finds the processes
-    interpreter = Interpreter(1.0, memory, True)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_no_process_is_left_of_a_fork_bomb(is_confined):
+    memory = random.Random(f"{os.getpid()} {is_confined}").randrange(2**29, 2**30)  # finds the command lines
+    interpreter = Interpreter(1.0, memory, is_confined)
     interpreter.renew()
     with pytest.raises(CodeError, match="longer than 1 seconds"):
         interpreter.python(FORK_BOMB)
     wait_until_gone(*pids_with(str(memory)))
 
 
-def test_without_confinement_the_group_is_killed():
-    memory = random.Random(str(-os.getpid())).randrange(2**29, 2**30)
-    interpreter = Interpreter(1.0, memory, False)
-    interpreter.renew()
+def test_without_confinement_files_are_read():
     assert run("open('/etc/passwd').readable()", is_confined=False) == "True"
-    with pytest.raises(CodeError, match="longer than 1 seconds"):
-        interpreter.python(FORK_BOMB)
-    wait_until_gone(*pids_with(str(memory)))
 
 
 IMMORTAL = "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(99)"  # PR_SET_PDEATHSIG
@@ -638,17 +404,6 @@ def wait_for_pids(memory: int) -> list[int]:
     return pids
 
 
-def test_the_process_ends_with_the_one_that_called_it(tmp_path):
-    memory = random.Random(str(os.getppid())).randrange(2**9, 2**20)
-    module = "recipes.python_tool.interpreter"
-    code = f"from {module} import *; Interpreter(50.0, {memory << 20}, True, 50.0).python({IMMORTAL!r})"
-    variables = {**os.environ, "TMPDIR": str(tmp_path)}  # the caller cannot remove its folder
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=variables) as process:
-        pids = wait_for_pids(memory)
-        process.send_signal(signal.SIGKILL)
-    wait_until_gone(*pids)
-
-
 def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the worker cannot remove its folder
     memory = random.Random(str(-os.getppid())).randrange(2**9, 2**20)
@@ -659,26 +414,6 @@ def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
             pids = wait_for_pids(memory)
             scorer.lanes[0].process.kill()
             wait_until_gone(*pids)
-
-
-def test_folders_of_killed_processes_are_removed_at_start(tmp_path, monkeypatch):
-    # Temporary folders of the sandbox are counted here.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = tmp_path / "target"
-    names = ("abandoned", "in use", "new")
-    folders = [tmp_path / f"{PREFIX}{name}" for name in names]
-    for folder in (*folders, target):
-        folder.mkdir()
-        (folder / "a").write_text("b")
-    (tmp_path / f"{PREFIX}link").symlink_to(target)
-    os.mkfifo(tmp_path / f"{PREFIX}pipe")
-    for folder in (*folders[:2], target):
-        os.utime(folder, (0, 0))
-    before = set(tmp_path.rglob("*"))
-    with lock(str(folders[1])):
-        assert run("40 + 2") == "42"
-        Interpreter(5.0, 1 << 29, True).check()
-    assert before - set(tmp_path.rglob("*")) == {folders[0], folders[0] / "a"}
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):

@@ -21,100 +21,27 @@ from reasoning_gym.factory import DATASETS  # noqa: E402
 
 CANARY = "LMPO_CANARY"  # a variable that each of CODE would set
 SET = f"__import__('os').environ.__setitem__('{CANARY}','1')"
+# By how they are written: a call in each kind of node, evaluators' names, attributes, and texts for other parsers.
 CODE = [
-    SET,
-    f"[{SET}]",
-    f"[[{SET}]]",
-    f"({SET})",
-    f"[{SET} for _ in '1']",
-    f"[1, 2][{SET} or 0]",
-    f"f'{{{SET}}}'",
-    f"(lambda: {SET})()",
-    f"(y := {SET})",
-    f"1 if {SET} else 2",
-    f"x + {SET}",
-    f"sin({SET})",
-    f"x.__class__({SET})",
-    f"exec({SET!r})",
-    f"eval({SET!r})",
-    f"ｅval({SET!r})",
-    f"S({SET!r})",
-    f"sympify({SET!r})",
-    f"parse_expr({SET!r})",
-    f"Symbol({SET!r}).func",
-    f"Lambda(x, {SET})(1)",
-    f"lambdify(x, {SET!r})(1)",
-    f"x**2 #\n{SET}",
-    f"1\n{SET}",
-    f"'{{0.__class__}}'.format({SET})",
-    f"[*{SET}]",
-    f"{{1: {SET}}}",
-    f"({SET})!",
-    f"0.[{SET}]",
-    f"{SET}, 1, 2",
-    f'{{"a": "{SET}"}}',
-    f"!!python/object/apply:os.system ['{SET}']",
-    "setattr(type(self), 'score_answer', print)",
-    "[setattr(type(self),'score_answer',lambda *a,**k:1.0)]",
-    "type(self).score_answer.__globals__",
-    "self",
-    "entry",
-    "entry['answer']",
-    "[entry['answer']]",
-    "oracle_answer",
-    "[oracle_answer]",
-    "target_poly",
-    "valid_solutions[0]",
-    "exit()",
-    "quit",
-    "breakpoint()",
-    "print",
-    "open('/etc/passwd')",
-    "$(env)",
-    r"\write18{env}",
-    "'; DROP TABLE x",
-]
+    SET, f"[{SET}]", f"[[{SET}]]", f"[{SET} for _ in '1']", f"[1, 2][{SET} or 0]", f"[*{SET}]", f"{{1: {SET}}}",
+    f"f'{{{SET}}}'", f"(lambda: {SET})()", f"(y := {SET})", f"1 if {SET} else 2", f"x + {SET}", f"sin({SET})",
+    f"x.__class__({SET})", f"exec({SET!r})", f"ｅval({SET!r})", f"sympify({SET!r})", f"parse_expr({SET!r})",
+    f"Symbol({SET!r}).func", f"Lambda(x, {SET})(1)", f"lambdify(x, {SET!r})(1)", f"x**2 #\n{SET}", f"1\n{SET}",
+    f"'{{0.__class__}}'.format({SET})", f"({SET})!", f"0.[{SET}]", f"{SET}, 1, 2", f'{{"a": "{SET}"}}',
+    f"!!python/object/apply:os.system ['{SET}']", "[setattr(type(self),'score_answer',lambda *a,**k:1.0)]",
+    "type(self).score_answer.__globals__", "entry['answer']", "[oracle_answer]", "target_poly", "valid_solutions[0]",
+    "exit()", "breakpoint()", "print", "open('/etc/passwd')", r"\write18{env}",
+]  # fmt: skip
 ENDLESS = [
-    "9**9**9**9",
-    "2**10**10",
-    "10**10000000",
-    "(x+1)**100000",
-    "x**x**x**x",
-    "exp(exp(exp(exp(9))))",
-    "1e999999999",
-    "factorial(10**9)",
-    "9!!!!",
-    "[1]*10**9",
-    "['a'*10**9]",
-    "R999999999",
-    "A+999999999",
-    "A" * 100_000,
-    "9" * 5000,
-    "(" * 5000,
-    "[" * 5000,
-    "-" * 5000 + "1",
-    "(" * 100 + "1" + ")" * 100 + "**9" * 20,
-    "1+" * 1500 + "1",
-    "*" * 3000,
-    "sqrt(" * 90 + "2" + ")" * 90,
-    "C" * 3000,
-    "NaN",
-    "[NaN]",
-    "[" + ", ".join(["NaN"] * 5) + "]",
-    "nan+nanj",
-    "inf",
-]
+    "9**9**9**9", "2**10**10", "(x+1)**100000", "x**x**x**x", "exp(exp(exp(exp(9))))", "1e999999999",
+    "factorial(10**9)", "9!!!!", "[1]*10**9", "R999999999", "A+999999999", "A" * 100_000, "9" * 5000, "(" * 5000,
+    "-" * 5000 + "1", "(" * 100 + "1" + ")" * 100 + "**9" * 20, "1+" * 1500 + "1", "sqrt(" * 90 + "2" + ")" * 90,
+    "NaN", "[" + ", ".join(["NaN"] * 5) + "]", "nan+nanj", "inf",
+]  # fmt: skip
 EVALUATED = {
-    "binary_matrix",
-    "n_queens",
-    "spiral_matrix",
-    "string_insertion",
-    "countdown",
-    "puzzle24",
-    "simple_integration",
-    "intermediate_integration",
-    "polynomial_multiplication",
-}
+    "binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "puzzle24", "simple_integration",
+    "intermediate_integration", "polynomial_multiplication",
+}  # fmt: skip
 # Modules that call an evaluator on text of the library's own: the question, or the reference.
 OWN_TEXT = {"number_sorting", "bitwise_arithmetic", "basic_arithmetic", "codeio", "propositional_logic"}
 SECONDS = 10  # of the processor, for one answer: far above what any takes, far below what a tower of powers would
@@ -207,78 +134,26 @@ def test_other_spellings_are_verified(env, name, rewrite, expected):
             assert found == pytest.approx(expected), answer
 
 
-@pytest.mark.parametrize(
-    ("text", "arithmetic", "formula"),
-    [
-        ("1 + 2*(3 - 4)/5", True, True),
-        ("-.5**2", True, True),
-        ("2**50", True, True),
-        ("x", False, True),
-        ("-34*x**8/15 - 5*x/4 + C", False, True),
-        ("exp(2*x)*sin(3*x)", False, True),
-        ("log(Abs(x))", False, True),
-        ("(-2*x - 8)**(3/2)", False, True),
-        ("y", False, False),
-        ("sin", False, False),
-        ("x(3)", False, False),
-        ("sin(x, 2)", False, False),
-        ("sin(x)(2)", False, False),
-        ("sin.x", False, False),
-        ("x.real", False, False),
-        ("2**2**2**2**2", False, False),
-        ("2**1000", False, False),
-        ("sin(sin(sin(x)))", False, False),
-        ("1 2", False, False),
-        ("2x", False, False),
-        ("0x10", False, False),
-        ("1_0", False, False),
-        ("1e5", False, False),
-        ("1j", False, False),
-        ("١", False, False),
-        ("𝐱", False, False),
-        ("x; x", False, False),
-        ("x == x", False, False),
-        ("x if x else x", False, False),
-        ("[x]", False, False),
-        ("'x'", False, False),
-        ("x and x", False, False),
-        ("None", False, False),
-        ("", False, False),
-        ("x @ x", False, False),
-        ("1//2", False, False),
-        ("5!", False, False),
-        ("x^2", False, False),
-        ("sin(*x)", False, False),
-    ],
-)
-def test_expressions(text, arithmetic, formula):
+ARITHMETIC = ["1 + 2*(3 - 4)/5", "-.5**2", "2**50"]
+FORMULAS = ["x", "-34*x**8/15 - 5*x/4 + C", "exp(2*x)*sin(3*x)", "log(Abs(x))", "(-2*x - 8)**(3/2)"]
+NO_EXPRESSIONS = [
+    "y", "sin", "x(3)", "sin(x, 2)", "sin(x)(2)", "sin.x", "x.real", "2**2**2**2**2", "2**1000", "sin(sin(sin(x)))",
+    "1 2", "2x", "0x10", "1_0", "1e5", "1j", "١", "𝐱", "x; x", "x == x", "x if x else x", "[x]", "'x'", "x and x",
+    "None", "", "x @ x", "1//2", "5!", "x^2", "sin(*x)",
+]  # fmt: skip
+NO_LISTS = [
+    "1", "(1, 2)", "{1: 2}", "[[[1]]]", "[None]", "[b'a']", "[1j]", "[x]", "['\\x41']", "[f'a']", "[1]*9", "[True]",
+    "[*[1]]",
+]  # fmt: skip
+
+
+def test_expressions_and_lists_are_told_from_code():
     entry = {"metadata": {"variable": "x"}}
-    assert (is_arithmetic(text, entry), is_formula(text, entry)) == (arithmetic, formula)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[]", True),
-        ("[1, -2.5, 'a']", True),
-        ("[['Q', '_'], [1]]", True),
-        ("1", False),
-        ("(1, 2)", False),
-        ("{1: 2}", False),
-        ("[[[1]]]", False),
-        ("[None]", False),
-        ("[b'a']", False),
-        ("[1j]", False),
-        ("[x]", False),
-        ("['\\x41']", False),
-        ("[f'a']", False),
-        ("[1]*9", False),
-        ("[True]", False),
-        ("[*[1]]", False),
-    ],
-)
-def test_lists(text, expected):
-    assert is_literal_list(text, {}) == expected
+    for text in (*ARITHMETIC, *FORMULAS, *NO_EXPRESSIONS):
+        assert is_arithmetic(text, entry) == (text in ARITHMETIC), text
+        assert is_formula(text, entry) == (text not in NO_EXPRESSIONS), text
+    for text in ("[]", "[1, -2.5, 'a']", "[['Q', '_'], [1]]", *NO_LISTS):
+        assert is_literal_list(text, {}) == (text not in NO_LISTS), text
 
 
 def test_the_release_whose_verifiers_were_read():

@@ -1,91 +1,84 @@
-"""Damaged files of a run: each of 200 is read, left out, or refused by a sentence that names it: no traceback."""
+"""Files of a run that are not whole are read in part, or rejected by a sentence that names them."""
 
-import resource
-import time
-import traceback
-from collections import Counter
-from pathlib import Path
+import contextlib
+import io
+import json
 
 import numpy as np
 import pytest
 
+from core.config import Config
+from core.eval import parse_command
 from envs.data.messages import read_reference
-from tests.damaged import KINDS, damaged, make_run
+from extras.compare import main as compare
+from extras.replay import read_stored
 from utils.metrics.curves import intervals
+from utils.reporting.page import task_means
+from utils.settings.config import parse, to_dict
 from utils.settings.errors import UserError
 
-FIRST, OTHERS = range(5), range(5, 50)
-MOST_SECONDS, MOST_MEMORY = 10, 2 << 20  # the latter in KiB
+ARRAYS = ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("files")
-    make_run(folder / "run")
+@pytest.fixture
+def run(tmp_path):
+    """A run folder without its model."""
+    folder = tmp_path / "run"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "step2").mkdir()
+    settings = to_dict(parse(Config, ["--config", "configs/demo.py", "--group_size", "4"]))
+    (folder / "config.json").write_text(json.dumps(settings | {"run": {"command": "python core/grpo.py"}}))
+    records = [{"global_step": i, "env/return": 0.3, "test_env/return": 0.3} for i in range(8)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    shapes = {"tokens": (8, 20), "mask": (8, 20)}
+    arrays = {name: np.ones(shapes.get(name, 8), int) for name in ARRAYS} | {"rollout": np.arange(8)}
+    np.savez(folder / "rollouts/step_2.npz", **arrays)
+    np.savez(folder / "rollouts/held_out_2.npz", tasks=np.arange(8), returns=np.ones(8))
     return folder
 
 
-def try_all(files: Path, kind: str, numbers: range) -> Counter:
-    """Reads the damaged files of a kind; returns how many were read and how many refused."""
-    outcomes, broken = Counter(), []
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in numbers:
-        start = time.monotonic()
-        with damaged(files, kind, number) as file:
-            try:
-                KINDS[kind].read(file)
-                outcomes["read"] += 1
-            except UserError as error:
-                outcomes["refused"] += 1
-                if file.name not in str(error) or len(str(error)) < len(str(file)) + 10:
-                    broken.append(f"{kind} {number}: the sentence does not name {file.name}: {error}")
-            except BaseException:
-                broken.append(f"{kind} {number}: {traceback.format_exc()}")
-        if (seconds := time.monotonic() - start) > MOST_SECONDS:
-            broken.append(f"{kind} {number} takes {seconds:.0f} s")
-    assert not broken, "\n\n".join(broken)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY
-    return outcomes
+def read_config(file) -> None:
+    """As core/eval.py reads the config.json of the run whose model it is given."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            parse_command(["--model_dir", str(file.parent / "step2")])
+    except SystemExit as end:  # with one sentence
+        raise UserError(printed.getvalue()) from end
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_files_are_read(files, kind):
-    KINDS[kind].read(files / KINDS[kind].file)
-
-
-@pytest.mark.parametrize("numbers", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["5", "45"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files_are_read_or_refused_by_name(files, kind, numbers):
-    outcomes = try_all(files, kind, numbers)
-    assert outcomes.total() == len(numbers)
-    print(kind, dict(outcomes))  # -s shows how many were read, and how many refused
-
-
-BEHIND = {
-    "npz": "numpy.bincount",
-    "metrics": "utils.reporting.page.curve_data",
-    "config": "core.eval.as_held_out",
-    "replay": "extras.replay.make_config",
+READERS = {
+    "config.json": read_config,
+    "metrics.jsonl": lambda file: compare([str(file), "--html", str(file.parent / "out.html")]),
+    "rollouts/step_2.npz": lambda file: read_stored(str(file.with_suffix("")), 0),
+    "rollouts/held_out_2.npz": task_means,
+}
+DAMAGE = {
+    "half of it": lambda content: content[: len(content) // 2],
+    "nothing": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "another encoding": lambda content: content.decode("latin-1").encode("utf-16"),
+    "other values": lambda content: b'{"env_name": "countdown", "test_env_options": "x", "run": {"seconds": 1}}',
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_of_our_own_behind_a_reader_stays_one(files, kind, monkeypatch):
-    def fault(*_, **__):
-        raise AttributeError("a fault of our own")
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_read_or_rejected_by_name(run, name):
+    file, read = run / name, READERS[name]
+    content = file.read_bytes()
+    read(file)
+    for damage, change in DAMAGE.items():
+        file.write_bytes(change(content))
+        try:
+            read(file)
+        except UserError as error:
+            assert file.name in str(error), damage
+        else:
+            assert name == "metrics.jsonl", f"{damage}: only lines of a log are left out"
 
-    # The library behind the reader fails.
-    monkeypatch.setattr(BEHIND[kind], fault)
-    with pytest.raises(AttributeError, match="a fault of our own"):
-        KINDS[kind].read(files / KINDS[kind].file)
 
-
-def test_halves_of_intervals_and_large_answers_are_read(files):
-    """Found by other seeds: a width without its value, an end without the other, an answer beyond any float."""
+def test_halves_of_intervals_and_large_answers_are_read():
+    """A width without its value, an end without the other, an answer beyond any float."""
     steps = np.array([0.0]), np.array([0.5])
     assert intervals({"x_ci": steps, "x_low": steps}, "x") == {}
     assert read_reference(10**400) == str(10**400)
-    with damaged(files, "config", 0) as file:
-        file.write_text('{"env_name": "countdown", "test_env_name": "countdown(x)", "run": {"seconds": 1}}')
-        with pytest.raises(UserError, match=r"is not name=value, .*\(.*config.json sets --test_env_name"):
-            KINDS["config"].read(file)

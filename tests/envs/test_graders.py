@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.grading.answers import FORMS, extract_boxed, final_answer, nesting, parse_math, same_math
+from envs.grading.answers import FORMS, extract_boxed, final_answer, is_tame, nesting, parse_math, same_math
 from envs.grading.numerals import parse_number, same_number
 from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
 
@@ -106,104 +106,12 @@ def test_final_answer(text, form, answer):
     assert final_answer(text, form) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        *(
-            ("1,000", 1000),
-            ("1 000", 1000),
-            ("$1,234.50", Fraction(2469, 2)),
-            ("-$5", -5),
-            ("$-5", -5),
-            ("−5", -5),
-        ),
-        *(
-            ("3/4", "3/4"),
-            ("1 1/2", "3/2"),
-            (r"\frac{3}{4}", "3/4"),
-            (r"1\frac12", "3/2"),
-            (".5", "1/2"),
-            ("5.", 5),
-        ),
-        *(
-            ("1.5e3", 1500),
-            (r"1.5 \times 10^3", 1500),
-            ("2*10^{-2}", "1/50"),
-            ("007", 7),
-            ("2,74", "137/50"),
-        ),
-        *(
-            (r"\text{18}", 18),
-            (r"\$10", 10),
-            (r"90^\circ", 90),
-            ("0.1", "1/10"),
-            ("\n18\n", 18),
-            ("+7", 7),
-        ),
-    ],
-)
-def test_numbers(text, value):
-    assert parse_number(text).value == parse_number(text, words=True).value == Fraction(value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x",
-        "5/0",
-        "--5",
-        "5-10",
-        "2x",
-        "18!",
-        "5!!",
-        "1.2.3",
-        "1,000,00",
-        "5:30",
-        "1/2/3",
-        "2^10",
-        "1e9999",
-        "<18>",
-        "5 3",
-        "0x10",
-        "1_000",
-        "nan",
-        "inf",
-        "9" * 300,
-        "101_2",
-        "3i",
-    ],
-)
-def test_no_numbers(text):
-    assert parse_number(text) is None
-
-
-def test_words_around_a_number():
-    for text in ("18 dollars", "x = 18", "about 18 km/h", "18kg", "**18**", "USD 18", "6 * 3 = 18", "Answer: 18"):
-        assert same_number("18", text), text
-    for text in ("18 apples and 3 pears", "17 or 18", "not a number", "a-18", "18 + x", "x^18", "1 8", "-18", "18.01"):
-        assert not same_number("18", text), text
-    assert same_number("25%", "0.25")
-    assert same_number("25", "25%")
-    assert not same_number("25", "0.25")
+def test_no_numbers():
+    texts = "x 5/0 --5 5-10 2x 18! 5!! 1.2.3 1,000,00 5:30 1/2/3 2^10 1e9999 <18> 0x10 1_000 nan inf 101_2 3i".split()
+    assert not [text for text in (*texts, "", "5 3", "9" * 300) if parse_number(text)]
+    assert parse_number(r"1\frac12").value == parse_number(r"1\frac12", words=True).value == Fraction(3, 2)
+    assert same_number("25%", "0.25") and same_number("25", "25%") and not same_number("25", "0.25")
     assert not same_number("0.3", "0.30000000000000004"), "exact, unlike floats"
-
-
-def test_mathematics():
-    for reference, answer in [
-        ("x^2-1", "(x-1)(x+1)"),
-        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"),
-        ("1,2", "2,1"),
-    ]:
-        assert same_math(reference, answer), answer
-    for reference, answer in [
-        ("5", "5!"),
-        ("5", "5i"),
-        ("5", "5x"),
-        ("10", r"10\sqrt{2}"),
-        ("(1,2)", "(2,1)"),
-    ]:
-        assert not same_math(reference, answer), answer
 
 
 def test_format_rewards():
@@ -304,7 +212,7 @@ def test_hostile_text(kind):
 
 def test_guards_leave_what_people_write():
     for text in ("2^{2009}", "10^{2022}", r"\binom{100}{50}", "20!", "x^{2020}", "(x+1)^{10}", r"\sum_{k=0}^{n-1} k^2"):
-        assert parse_math(text), text
+        assert is_tame(text) and parse_math(text), text
     assert nesting("((1)+{[2]})") == 3
     assert nesting(")))(") == 1
 

@@ -154,7 +154,7 @@ def test_files_of_a_split_are_found_by_their_names(names, config, splits, tmp_pa
             found[split] = [path.relative_to(folder).as_posix() for path in folder_split(folder, config, split)]
         except UserError as error:
             assert str(error).startswith(str(folder))
-            assert f"has no split {split}, only" in str(error) or "holds no file of rows" in str(error)
+            assert f"has no split {split}, only" in str(error) or "has no file of rows" in str(error)
     assert found == splits
 
 

@@ -12,9 +12,8 @@ import pytest
 from core.run.fingerprints import fingerprint_code
 from envs import make_env
 from envs.base import Episode, Reply, Step
-from envs.own_code import code_files, passed_variables, read_names, variable_note
+from envs.own_code import code_files, passed_variables, read_names
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.trial import try_rewards
 from envs.scoring.worker import Turns, answer
 from envs.settings import EnvConfig, resolve_settings
 from utils.devices.sharding import Layout
@@ -55,7 +54,6 @@ def batch(data_sources, solution_strs, ground_truths, extra_infos):
     return [float(a == b) + len(solution_strs) for a, b in zip(solution_strs, ground_truths)]
 def unscored(solution_str, ground_truth): return {"acc": 1.0}
 def wrong_score(prediction, gold): return 1.0
-def compute_score_2(prediction, gold): return 1.0
 fine = functools.partial(lambda completion, answer, weight: weight, weight=0.5)
 lacks = functools.partial(lambda completion, weight: weight)
 none = functools.partial(lambda completion, weight: None, weight=0.5)
@@ -145,7 +143,6 @@ def test_reward_without_numbers_is_named_by_function_and_line(folder, name, word
         ("lacks", r"<lambda>\(\) in line \d+ of .*own.py needs 'weight', which is no column"),
         ("state", "needs 'trainer_state', .*: TRL alone has a trainer; give the argument a default"),
         ("wrong_score", "needs 'gold', which is no column: there are 'prompt', 'answer'$"),
-        ("compute_score_2", r"name a function that wraps it\n    def reward\(completion, answer, \*\*row\)"),
         ("Object", "Object is a class: add a line `reward = Object"),
         ("how_man", r"has no function how_man, only .*did you mean how_many\?"),
         ("own,own", "names own twice"),
@@ -161,12 +158,7 @@ def test_verl_scores_are_the_return_and_other_numbers_are_parts(folder):
     answer = env.problem(0).answer["answer"]
     assert env.score(env.problem(0), answer) == {"correct_answer": 1.0, "acc": 1.0, "return": 1.0}
     file = folder / "verl.jsonl"
-    row = {
-        "prompt": "1?",
-        "data_source": "s",
-        "reward_model": {"ground_truth": "g"},
-        "extra_info": {"i": 3},
-    }
+    row = {"prompt": "1?", "data_source": "s", "reward_model": {"ground_truth": "g"}, "extra_info": {"i": 3}}
     file.write_text("\n".join(json.dumps({**row, "prompt": f"{i}?"}) for i in range(40)))
     (folder / "own.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info, **more):\n"
@@ -208,13 +200,9 @@ def test_rewards_are_added_by_weight_and_each_is_logged(folder):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("own.py", r"name a function of own.py behind a colon, as in own.py:own \(it has own, shortest, how_many"),
-        ("own.shortest", "write own.py:shortest"),
-        ("trl.rewards.f", "write FILE.py:FUNCTION, with a file that has the line `from trl.rewards import f`"),
-        ("nowhere.py:f", "write FILE.py:FUNCTION, with a file that is there: there is no nowhere.py"),
-        ("own.py:own,own.py", "name a function of own.py behind a colon"),
-        (":own.py", "name a function of own.py"),
-        ("", "write FILE.py:FUNCTION"),
+        ("own.py:own,own.py", "name a function of own.py after a colon, as in own.py:FUNCTION"),
+        ("nowhere.py:f", "write FILE.py:FUNCTION; there is no file nowhere.py"),
+        ("trl.rewards.f", "write FILE.py:FUNCTION; there is no file trl.rewards.f"),
     ],
 )
 def test_how_a_reward_is_named_is_told(folder, monkeypatch, value, words):
@@ -257,13 +245,6 @@ def test_group_loses_replies_that_raise_or_all_that_hang(folder):
     assert counts == {"reward_timeouts": 2, "reward_errors": 1}
 
 
-def test_a_list_that_is_too_short_ends_the_start(folder):
-    env = dataset(folder, "one")
-    options = {"path": str(folder / "rows.jsonl"), "reward": f"{folder / 'own.py'}:one"}
-    with Scorer("dataset", options, num_workers=1) as scorer, pytest.raises(UserError, match=r"one\(\) in line"):
-        try_rewards(scorer, env)
-
-
 def test_processes_share_whole_groups(monkeypatch):
     # One of three processes.
     monkeypatch.setattr(jax, "process_count", lambda: 3)
@@ -284,12 +265,7 @@ def test_a_reward_grades_any_environment_of_one_turn(folder, name):
         "    sizes = [len(messages[0]['content']) for messages in completions]\n"
         "    return [0.5 * (size == min(sizes)) for size in sizes]\n"
     )
-    env = make_env(
-        name,
-        reward=f"{folder / 'own.py'}:shortest",
-        format_reward="tags",
-        format_weight=1.0,
-    )
+    env = make_env(name, reward=f"{folder / 'own.py'}:shortest", format_reward="tags", format_weight=1.0)
     scores = env.score_group(env.problem(0), ["a", "<think>b</think><answer>c</answer>"])
     assert [score["return"] for score in scores] == [0.5, 1.0], "with the reward for the form of each"
     assert env.takes_groups
@@ -362,16 +338,6 @@ def test_a_reward_may_spawn_processes_and_be_a_file_of_a_package(folder):
         assert scorer.score_replies([0], ["abc"])[0][0]["return"] == 6
 
 
-def test_files_share_the_modules_beside_them(folder):
-    (folder / "other.py").write_text("from own import Object\nmade = Object\ndef f(completion, **row): return 1\n")
-    dataset(folder, f"thing,{folder / 'other.py'}:f")
-    module, other = (
-        next(m for m in sys.modules.values() if getattr(m, "__file__", "") == str(folder / name))
-        for name in ("own.py", "other.py")
-    )
-    assert other.made is module.Object
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -379,60 +345,26 @@ def test_files_share_the_modules_beside_them(folder):
         ("import os; os._exit(0)", "ends the process with exit code 0"),
         ("import os; os.kill(os.getpid(), 9)", "ends the process with exit code -9"),
         ("import time; time.sleep(1000)", "takes longer than 2 seconds"),
-        ("import os; os.environ['OPENAI_API_KEY']", "unless its value is in REWARD_OPENAI_API_KEY"),
         ("x = (", "fails with SyntaxError"),
     ],
 )
 def test_a_file_that_cannot_be_imported_ends_the_start(folder, monkeypatch, code, words):
-    # An import that hangs is given up soon; secrets are not passed on.
+    # An import that hangs is given up soon.
     monkeypatch.setattr("envs.own.functions.IMPORT_SECONDS", 2)
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     (folder / "own.py").write_text(code)
     config = EnvConfig("dataset", f"path={folder / 'rows.jsonl'}", reward=f"{folder / 'own.py'}:f")
     with pytest.raises(UserError, match=words):
         resolve_settings(config, "dataset", 8, 0)
     (folder / "own.py").write_text("def f(completion, **row): return 1.0")
     env = resolve_settings(config, "dataset", 8, 0).env
-    assert returns(replace_rewards(env), "a") == [1.0]
+    assert "functions" not in vars(env.rewards), "this process has not executed the file so far"
+    assert returns(env, "a") == [1.0]
 
 
-def replace_rewards(env):
-    """The environment, whose file this process has not executed so far."""
-    assert "functions" not in vars(env.rewards)
-    return env
-
-
-def test_variables_that_a_reward_sees():
-    given = {
-        "PATH": "/bin",
-        "HOME": "/root",
-        "LC_ALL": "C",
-        "PYTHONPATH": "x",
-        "HF_HOME": "/h",
-        "no_proxy": "a",
-        "https_proxy": "http://user:pw@host:1",
-        "http_proxy": "http://host:1",
-        "HF_ENDPOINT": "https://u:p@h",
-        "HF_TOKEN": "t",
-        "HF_API_TOKEN": "t",
-        "HF_HUB_TOKEN": "t",
-        "NVIDIA_API_KEY": "t",
-        "CONDA_TOKEN": "t",
-        "PYTHON_KEYRING_PASSWORD": "t",
-        "REWARD_OPENAI_API_KEY": "k",
-        "REWARD_HOME": "/elsewhere",
-    }
-    kept = "PATH HOME LC_ALL PYTHONPATH HF_HOME no_proxy http_proxy REWARD_OPENAI_API_KEY REWARD_HOME".split()
-    assert passed_variables(given) == {name: given[name] for name in kept} | {"OPENAI_API_KEY": "k"}
-
-
-def test_a_missing_variable_is_told_how_it_is_passed(monkeypatch):
-    # A variable that the reward reads, and does not get.
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    assert (
-        variable_note("KeyError: 'JUDGE_KEY'") == " (rewards see no JUDGE_KEY, unless its value is in REWARD_JUDGE_KEY)"
-    )
-    assert variable_note("KeyError: 'JUDGE'") == ""
+def test_programs_get_no_variables_with_the_name_of_a_secret():
+    hidden = {"HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "DB_PASSWORD": "p", "WANDB_API_KEY": "k"}
+    given = {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", **hidden}
+    assert passed_variables(given) == {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", "SEARCH_KEY": "s"}
 
 
 EPISODES = """
@@ -501,10 +433,3 @@ def test_what_an_environment_of_ones_own_returns_is_named_too(said, form):
     with pytest.raises(TypeError, match=rf"step\(\) in line \d+ of .*{form}") as raised:
         answer(Own(), Reply("x"))
     assert "return Step(messages, reward, done), of messages with role and content" in str(raised.value)
-
-
-def test_a_class_whose_object_ends_the_process_ends_the_start(folder):
-    (folder / "own.py").write_text("import os\nclass Game:\n    def __init__(self): os._exit(0)\n")
-    config = EnvConfig("dataset", f"path={folder / 'rows.jsonl'}", episode=f"{folder / 'own.py'}:Game")
-    with pytest.raises(UserError, match="own.py:Game ends the process with exit code 0"):
-        resolve_settings(config, "dataset", 8, 0)

@@ -48,6 +48,7 @@ def write(path: Path, content: str | bytes) -> Path:
         ("marked.json", "\ufeff" + LINES),
         ("no_suffix", CSV),
         ("table.jsonl", CSV),
+        *((f"{i}.csv", CSV.replace(",", sign)) for i, sign in enumerate(";\t|")),
         ("packed.jsonl", gzip.compress(LINES.encode(), mtime=0)),
         ("unpacked.jsonl.gz", LINES),
     ],
@@ -105,17 +106,9 @@ ASK = {"role": "user", "content": "3 + 7?"}
 SAY = {"role": "assistant", "content": "10"}
 SCHEMA = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object"},
-    },
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
 }
-CALL = {
-    "type": "function",
-    "id": "1",
-    "function": {"name": "add", "arguments": {"a": 3, "b": 7}},
-}
+CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 3, "b": 7}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "10"}
 SHARED = [{"from": "human", "value": "3 + 7?"}, {"from": "gpt", "value": "10"}]
@@ -137,11 +130,7 @@ FORMS = {
     "Alpaca": {"instruction": "3 + 7?", "input": "", "output": "10"},
     "OpenAI": {"messages": [ASK, SAY], "parallel_tool_calls": False},
     "parts": {"messages": [{**ASK, "content": [{"type": "text", "text": x} for x in ("3 +", " 7?")]}, SAY]},
-    "nulls": {
-        "messages": [{**ASK, "name": None}, {**SAY, "tool_calls": None}],
-        "tools": None,
-        "images": [],
-    },
+    "nulls": {"messages": [{**ASK, "name": None}, {**SAY, "tool_calls": None}], "tools": None, "images": []},
 }
 
 
@@ -156,23 +145,14 @@ def test_forms_of_rows_are_the_same_for_rl_and_sft(tmp_path, form):
 
 
 def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
-    row = {
-        "instruction": "Add.",
-        "input": "3, 7",
-        "output": "10",
-        "history": [["1, 1", "2"]],
-        "system": "Be short.",
-    }
-    expected = [
-        ("system", "Be short."),
-        ("user", "1, 1"),
-        ("assistant", "2"),
-        ("user", "Add.\n3, 7"),
-    ]
+    row = {"instruction": "Add.", "input": "3, 7", "output": "10", "system": "Be short."}
+    expected = [("system", "Be short."), ("user", "Add.\n3, 7")]
     found = read_rl(tmp_path, row).problem(0).messages
     assert [(message["role"], message["content"]) for message in found] == expected
     assert read_sft(tmp_path, row) == [*found, SAY]
     assert read_sft(tmp_path, {"messages": [ASK, SAY], "system": "Be short."}) == [found[0], ASK, SAY]
+    with pytest.raises(UserError, match="its column history is not read"):
+        read_rl(tmp_path, row | {"history": [["1, 1", "2"]]})
 
 
 def test_parquet_of_verl_is_read_with_its_nested_answer(tmp_path):
@@ -197,15 +177,7 @@ def test_parquet_of_verl_is_read_with_its_nested_answer(tmp_path):
 
 
 def test_columns_are_named_alike_for_rl_and_sft(tmp_path):
-    row = {
-        "meta": {
-            "q": "3 + 7?",
-            "a": 10,
-            "talk": [ASK, SAY],
-        },
-        "prompt": "not this",
-        "answer": "nor this",
-    }
+    row = {"meta": {"q": "3 + 7?", "a": 10, "talk": [ASK, SAY]}, "prompt": "not this", "answer": "nor this"}
     env = read_rl(tmp_path, row, prompt="meta.q", answer="meta.a")
     assert env.problem(0).messages == [ASK]
     assert env.references(env.problem(0)) == ["10"]
@@ -222,23 +194,12 @@ def test_columns_are_named_alike_for_rl_and_sft(tmp_path):
 def test_calls_and_schemas_of_tools_reach_the_renderer(tmp_path):
     messages = [ASK, CALLED, RESULT, SAY]
     as_text = {**CALL, "function": {"name": "add", "arguments": '{"a": 3, "b": 7}'}}
-    for tools, call in (
-        ([SCHEMA], CALL),
-        (json.dumps([SCHEMA]), as_text),
-        ([json.dumps(SCHEMA)], as_text),
-    ):
+    for tools, call in (([SCHEMA], CALL), (json.dumps([SCHEMA]), as_text), ([json.dumps(SCHEMA)], as_text)):
         said = [ASK, {**CALLED, "content": None, "tool_calls": [call]}, RESULT]
         conversation = read_sft(tmp_path, {"messages": [*said, SAY], "tools": tools})
         assert conversation == messages
         assert conversation.tools == (SCHEMA,)
-        problem = read_rl(
-            tmp_path,
-            {
-                "prompt": said,
-                "tools": tools,
-                "answer": "10",
-            },
-        ).problem(0)
+        problem = read_rl(tmp_path, {"prompt": said, "tools": tools, "answer": "10"}).problem(0)
         assert problem.messages == messages[:-1]
         assert problem.tools == (SCHEMA,)
     turns = [SHARED[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]
@@ -275,11 +236,6 @@ def test_marks_of_a_reply_become_weights(tmp_path, key, kind):
         read_sft(tmp_path, {"messages": TURNS, key: kind(0)})
 
 
-def test_a_prompt_may_end_with_the_beginning_of_the_reply(tmp_path):
-    begun = {"role": "assistant", "content": "Let me see:"}
-    assert read_rl(tmp_path, {"prompt": [ASK, begun], "answer": "10"}).problem(0).messages == [ASK, begun]
-
-
 @pytest.mark.parametrize("value", [0, False, "", 0.5, "x", ["x"], {"x": 1}])
 @pytest.mark.parametrize("key", ["images", "audio", "video", "refusal", "anything"])
 def test_unknown_key_of_a_message_is_refused_by_name(tmp_path, key, value):
@@ -304,7 +260,7 @@ WRONG = {
     "part 2 of message 1 is 'image_url': only text": [
         {**ASK, "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]}
     ],
-    "part 1 of message 1 is no part of the type text": [{**ASK, "content": ["a"]}],
+    "part 1 of message 1 is 'a': only text is read": [{**ASK, "content": ["a"]}],
     "content of message 1 is null: write text": [{"role": "user"}],
     "content of message 1 is a int": [{"role": "user", "content": 5}],
     "message 2 has weight=0.5: a reply is trained": [ASK, {**SAY, "weight": 0.5}],
@@ -364,13 +320,7 @@ def test_row_that_the_template_hides_is_named_by_its_line(tmp_path):
 
 def test_columns_for_rewards_stay_free(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, weight, **row): return weight\n")
-    row = {
-        "prompt": "3 + 7?",
-        "answer": {"any": ["kind"]},
-        "weight": 0.5,
-        "loss": "high",
-        "label": False,
-    }
+    row = {"prompt": "3 + 7?", "answer": {"any": ["kind"]}, "weight": 0.5, "loss": "high", "label": False}
     env = read_rl(tmp_path, row, reward=f"{tmp_path / 'r.py'}:reward")
     assert env.score(env.problem(0), "x")["return"] == 0.5
     for name in ("weight", "loss_mask"):
@@ -390,11 +340,7 @@ def test_columns_for_rewards_stay_free(tmp_path):
         (["12", "twelve"], ["12"], ["13"]),
         (["7", 8, None], ["7", "8"], ["78"]),
         (142.0, ["142", "142.0"], ["14"]),
-        (
-            {"style": "rule", "ground_truth": ["5", "6"]},
-            ["5", "6"],
-            ["7"],
-        ),
+        ({"style": "rule", "ground_truth": ["5", "6"]}, ["5", "6"], ["7"]),
         ("Six cost $3*6=$<<3*6=18>>18, with tax $20.\n#### 20", ["20", "$20"], ["18", "3"]),
         ("First, $1+2=3$. " * 200 + r"Hence the sum is $\boxed{\frac{1}{2}}$.", [r"\frac12", "0.5"], ["3", "2"]),
         ("<think>4</think><answer>5</answer>", ["5"], ["4"]),
@@ -428,12 +374,11 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, answer):
         read_rl(tmp_path, {"prompt": "What?", "answer": answer})
 
 
-def test_numbers_and_bytes_of_parquet_are_references(tmp_path):
-    for value, right in ((Decimal("2.50"), "2.5"), (b"5", "5")):
-        table = pyarrow.Table.from_pylist([{"prompt": "What?", "answer": value}])
-        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        env = Dataset(path=str(tmp_path / "rows.parquet"))
-        assert env.score(env.problem(0), f"It is {right}")["return"] == 1.0
+def test_decimals_of_parquet_are_references(tmp_path):
+    table = pyarrow.Table.from_pylist([{"prompt": "What?", "answer": Decimal("2.50")}])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    env = Dataset(path=str(tmp_path / "rows.parquet"))
+    assert env.score(env.problem(0), "It is 2.5")["return"] == 1.0
 
 
 def test_own_file_of_gsm8k_accepts_its_answers():
@@ -486,7 +431,7 @@ def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
 
 
 def test_unreachable_references_stop_a_run_with_reasons(tmp_path):
-    words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): compare .*--reward FILE"
+    words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): give another .*--reward FILE"
     for form in ("any", "tags"):
         with pytest.raises(UserError, match=words):
             tried(tmp_path, [r"\frac{1}{"], form=form)
@@ -497,11 +442,6 @@ def test_few_references_that_no_reply_can_meet_are_a_warning(tmp_path):
     assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
 
 
-def test_another_form_is_named_where_it_reads_more(tmp_path):
-    with pytest.raises(UserError, match="of the form hash .*give --env_options form=tags, which reads 34 of"):
-        tried(tmp_path, ["a\nb"], form="hash")
-
-
 def test_references_of_a_reward_are_not_tried(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, **row): return 1.0\n")
     assert tried(tmp_path, [{"any": "kind"}], reward=f"{tmp_path / 'r.py'}:reward") == []
@@ -509,11 +449,11 @@ def test_references_of_a_reward_are_not_tried(tmp_path):
 
 def test_references_are_tried_in_the_ways_models_write_them(tmp_path):
     env = read_rl(tmp_path, {"prompt": "What?", "answer": "5"})
-    trials = env.trials(env.problem(0), "any")
+    trials = env.trials(env.problem(0))
     assert {(str(trial), trial.shown) for trial in trials} == {
         ("The answer is 5.", "any"),
         ("5", "alone"),
         (r"\boxed{5}", "boxed"),
     }
-    with pytest.raises(UserError, match="34 of 34 .* the form any .*in 'one, two; 3 and four'.*form=tags"):
+    with pytest.raises(UserError, match="34 of 34 .* the form any .*in 'one, two; 3 and four'"):
         tried(tmp_path, ["one, two; 3 and four"])

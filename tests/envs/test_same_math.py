@@ -14,228 +14,90 @@ RIGHT = {
         r"5\text{ cm}^2", "y = 2+3 = 5", "5!-115", "|-5|", r"\log_2 32", r"5\text{ square units}", r"\frac{5}{1}",
         "5 cm", r"5 \mathrm{km}", "5 m^2", "5 km/h", "5 miles per hour", "5 people", "5元", "答案是5", "C. 5",
     ],
-    "5000": [
-        r"5\text{ thousand}", "5k", "5,000", r"5\times10^3", r"5 \cdot 10^{3}", "5{,}000", r"5\,000",
-    ],
-    r"\frac{11}{2}": [
-        "5½", "5.5", r"5\frac12", r"5\frac{1}{2}", "11/2", "5 1/2",
-    ],
-    "25": [
-        "5²", "5^2", "5^{2}",
-    ],
-    "x^2": [
-        "x²", "x^{2}", r"x\cdot x",
-    ],
-    r"2\pi": [
-        "2π", r"\pi+\pi", r"2 \pi", r"2\cdot\pi",
-    ],
-    "185\\": [
-        "185", "185\\", "$185$",
-    ],
-    "x+1 \\": [
-        "x+1", "1+x", "x+1\\",
-    ],
-    r"\sqrt{2}": [
-        "√2", r"\sqrt2", "2^{1/2}", r"\frac{2}{\sqrt2}", r"\sqrt{2}\text{ cm}",
-    ],
-    "1011_2": [
-        "1011_2", "1011_{2}", "1011", r"1011_{\text{2}}",
-    ],
-    "204_5": [
-        "204_5", "204_{5}", "204",
-    ],
-    r"10^\circ": [
-        "10", "10°", r"10^{\circ}", r"10 \text{ degrees}", r"10\text{ degrees}", r"10\degree",
-    ],
-    r"3\text{ cm}": [
-        r"3\text{ cm}", "3 cm", "3", r"3\text{ centimeters}", r"3\,\mathrm{cm}", r"3 \mbox{ cm}",
-    ],
+    "5000": [r"5\text{ thousand}", "5k", "5,000", r"5\times10^3", r"5 \cdot 10^{3}", "5{,}000", r"5\,000"],
+    r"\frac{11}{2}": ["5½", "5.5", r"5\frac12", r"5\frac{1}{2}", "11/2", "5 1/2"],
+    "25": ["5²", "5^2", "5^{2}"],
+    "x^2": ["x²", "x^{2}", r"x\cdot x"],
+    r"2\pi": ["2π", r"\pi+\pi", r"2 \pi", r"2\cdot\pi"],
+    "185\\": ["185", "185\\", "$185$"],
+    "x+1 \\": ["x+1", "1+x", "x+1\\"],
+    r"\sqrt{2}": ["√2", r"\sqrt2", "2^{1/2}", r"\frac{2}{\sqrt2}", r"\sqrt{2}\text{ cm}"],
+    "1011_2": ["1011_2", "1011_{2}", "1011", r"1011_{\text{2}}"],
+    "204_5": ["204_5", "204_{5}", "204"],
+    r"10^\circ": ["10", "10°", r"10^{\circ}", r"10 \text{ degrees}", r"10\text{ degrees}", r"10\degree"],
+    r"3\text{ cm}": [r"3\text{ cm}", "3 cm", "3", r"3\text{ centimeters}", r"3\,\mathrm{cm}", r"3 \mbox{ cm}"],
     r"15\mbox{ cm}^2": [
         r"15\text{ cm}^2", "15", r"15\text{ square centimeters}", "15 cm^2", r"15 \text{ cm}^{2}", r"15\text{ sq cm}",
         "15 cm²",
     ],
-    r"\$18.90": [
-        "18.90", "18.9", r"\$18.9", "$18.90", "18.90 dollars", r"18.90\text{ dollars}",
-    ],
-    r"25\%": [
-        "25", "25%", "0.25", r"\frac14", "25 percent", r"25\text{ percent}",
-    ],
-    r"9 \text{ inches}": [
-        "9", "9 in", r"9\text{ in}", r"9\text{ inches}", r"9\text{ inch}",
-    ],
-    r"8\text{ months}": [
-        "8", "8 months", r"8\text{ month}",
-    ],
-    r"\frac{1}{2}": [
-        "½", "0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".5", "2^{-1}", r"50\%", r"\frac{2}{4}",
-    ],
-    r"\frac{1}{3}": [
-        r"0.\overline{3}", "1/3", r"\frac13",
-    ],
-    "1": [
-        r"\tan 45^\circ", r"\tan(45^\circ)", r"\sin^2 x+\cos^2 x", r"\tan{45^\circ}",
-    ],
-    r"\frac12": [
-        r"\cos 60^\circ", r"\sin 30^\circ", r"\cos(60^\circ)",
-    ],
-    "(1,2)": [
-        "(1,2)", "(1, 2)", r"\left(1,2\right)", "$(1,2)$",
-    ],
-    "1,2": [
-        "2,1", r"1 \text{ and } 2", "1, 2", r"\{1,2\}", "1 and 2",
-    ],
-    r"-3 \text{ and } 5": [
-        "-3,5", r"5 \text{ and } -3",
-    ],
-    r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}": [
-        r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}",
-    ],
-    r"\text{Evelyn}": [
-        "Evelyn", r"\text{Evelyn}", "evelyn",
-    ],
-    "C": [
-        "C", r"\text{C}", "(C)", r"\text{(C)}",
-    ],
-    r"\text{even}": [
-        "even",
-    ],
-    "[0,1)": [
-        "[0,1)", r"x \in [0,1)",
-    ],
-    "x<3": [
-        "3>x", "x<3",
-    ],
-    "x^2-1": [
-        "(x-1)(x+1)",
-    ],
-    r"11^{\text{th}}": [
-        "11", r"11^{\text{th}}", r"11\text{th}",
-    ],
-    "-5": [
-        "-5", "minus 5", "−5", "x=-5", "negative 5",
-    ],
-    r"\infty": [
-        "∞", r"+\infty",
-    ],
-    r"x \neq 3": [
-        "x != 3", r"x \ne 3", "x≠3",
-    ],
-    r"x \ge 5": [
-        "x ≥ 5", "x >= 5",
-    ],
-    r"0.4\mbox{ miles}": [
-        "0.4", "0.4 miles", r"\frac25",
-    ],
-    r"\text{no solution}": [
-        "no solution", r"\text{No solution}",
-    ],
-    r"\text{all real numbers}": [
-        "all real numbers",
-    ],
-    r"67.\overline{3}": [
-        r"67.\overline{3}", r"\frac{202}{3}", r"67\frac13",
-    ],
-    "3-2i": [
-        "-2i+3",
-    ],
-    "6 - 5i": [
-        "6-5i",
-    ],
+    r"\$18.90": ["18.90", "18.9", r"\$18.9", "$18.90", "18.90 dollars", r"18.90\text{ dollars}"],
+    r"25\%": ["25", "25%", "0.25", r"\frac14", "25 percent", r"25\text{ percent}"],
+    r"9 \text{ inches}": ["9", "9 in", r"9\text{ in}", r"9\text{ inches}", r"9\text{ inch}"],
+    r"8\text{ months}": ["8", "8 months", r"8\text{ month}"],
+    r"\frac{1}{2}": ["½", "0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".5", "2^{-1}", r"50\%", r"\frac{2}{4}"],
+    r"\frac{1}{3}": [r"0.\overline{3}", "1/3", r"\frac13"],
+    "1": [r"\tan 45^\circ", r"\tan(45^\circ)", r"\sin^2 x+\cos^2 x", r"\tan{45^\circ}"],
+    r"\frac12": [r"\cos 60^\circ", r"\sin 30^\circ", r"\cos(60^\circ)"],
+    "(1,2)": ["(1,2)", "(1, 2)", r"\left(1,2\right)", "$(1,2)$"],
+    "1,2": ["2,1", r"1 \text{ and } 2", "1, 2", r"\{1,2\}", "1 and 2"],
+    r"-3 \text{ and } 5": ["-3,5", r"5 \text{ and } -3"],
+    r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}": [r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}"],
+    r"\text{Evelyn}": ["Evelyn", r"\text{Evelyn}", "evelyn"],
+    "C": ["C", r"\text{C}", "(C)", r"\text{(C)}"],
+    r"\text{even}": ["even"],
+    "[0,1)": ["[0,1)", r"x \in [0,1)"],
+    "x<3": ["3>x", "x<3"],
+    "x^2-1": ["(x-1)(x+1)"],
+    r"11^{\text{th}}": ["11", r"11^{\text{th}}", r"11\text{th}"],
+    "-5": ["-5", "minus 5", "−5", "x=-5", "negative 5"],
+    r"\infty": ["∞", r"+\infty"],
+    r"x \neq 3": ["x != 3", r"x \ne 3", "x≠3"],
+    r"x \ge 5": ["x ≥ 5", "x >= 5"],
+    r"0.4\mbox{ miles}": ["0.4", "0.4 miles", r"\frac25"],
+    r"\text{no solution}": ["no solution", r"\text{No solution}"],
+    r"\text{all real numbers}": ["all real numbers"],
+    r"67.\overline{3}": [r"67.\overline{3}", r"\frac{202}{3}", r"67\frac13"],
+    "3-2i": ["-2i+3"],
+    "6 - 5i": ["6-5i"],
     r"\begin{pmatrix}1\\2\end{pmatrix}": [
         r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
     ],
-    "7:32": [
-        "7:32", r"\frac{7}{32}",
-    ],
-    r"\frac{\sqrt{3}}{3}": [
-        r"\frac{1}{\sqrt3}", r"\frac{\sqrt{3}}{3} \approx 0.577",
-    ],
-    r"10\text{ radians}": [
-        "10", r"10\text{ rad}",
-    ],
+    "7:32": ["7:32", r"\frac{7}{32}"],
+    r"\frac{\sqrt{3}}{3}": [r"\frac{1}{\sqrt3}", r"\frac{\sqrt{3}}{3} \approx 0.577"],
+    r"10\text{ radians}": ["10", r"10\text{ rad}"],
     # decimals that are roundings, to the digits that are written
-    r"\frac{2}{3}": [
-        "0.666667", "0.66666667",
-    ],
-    r"\pi": [
-        "3.141593", "3.14159265", "**π**",
-    ],
-    r"\sqrt{19}": [
-        "4.3588989435",
-    ],
-    "14": [
-        "13.999999999999998",
-    ],
-    r"\frac{1}{3} \times 10^{-8}": [
-        "3.333333e-9", r"3.3333333 \times 10^{-9}",
-    ],
-    r"1.602177 \times 10^{-19}": [
-        "1.6021766e-19", r"1.60217663 \times 10^{-19}",
-    ],
-    r"(0, \frac13)": [
-        "(0, 0.333333)",
-    ],
-    r"x = \frac13": [
-        "x = 0.333333",
-    ],
-    r"\frac{x}{3}": [
-        "0.3333333333x",
-    ],
-    "0.3x": [
-        "0.1x+0.2x",
-    ],
-    r"(0, 2.4\times 10^{-17})": [
-        "(0, 2.4e-17)",
-    ],
+    r"\frac{2}{3}": ["0.666667", "0.66666667"],
+    r"\pi": ["3.141593", "3.14159265", "**π**"],
+    r"\sqrt{19}": ["4.3588989435"],
+    "14": ["13.999999999999998"],
+    r"\frac{1}{3} \times 10^{-8}": ["3.333333e-9", r"3.3333333 \times 10^{-9}"],
+    r"1.602177 \times 10^{-19}": ["1.6021766e-19", r"1.60217663 \times 10^{-19}"],
+    r"(0, \frac13)": ["(0, 0.333333)"],
+    r"x = \frac13": ["x = 0.333333"],
+    r"\frac{x}{3}": ["0.3333333333x"],
+    "0.3x": ["0.1x+0.2x"],
+    r"(0, 2.4\times 10^{-17})": ["(0, 2.4e-17)"],
     # as calculators write
-    r"\frac{\pi}{3}": [
-        "pi/3", "(1/3)*pi", "**pi/3**",
-    ],
-    r"-3\pi": [
-        "-3*pi", "-3pi",
-    ],
-    "e^2": [
-        "exp(2)", "e**2",
-    ],
-    "1024": [
-        "2**10", "2^10",
-    ],
-    "x^2+1": [
-        "x**2+1", "1+x*x", "Final Answer: **x^2 + 1**", "The answer is x^2+1",
-    ],
-    r"\frac{\sqrt{3}}{2}": [
-        "sqrt(3)/2", "sin(pi/3)", "3**(1/2)/2",
-    ],
-    r"\sqrt{2+\sqrt{3}}": [
-        "sqrt(2+sqrt(3))",
-    ],
-    r"\ln 2 + |x|": [
-        "ln(2) + abs(x)",
-    ],
-    r"(-\infty, 3)": [
-        "(-oo, 3)", "(-inf, 3)",
-    ],
-    r"2\pi r^2": [
-        "2*pi*r**2",
-    ],
+    r"\frac{\pi}{3}": ["pi/3", "(1/3)*pi", "**pi/3**"],
+    r"-3\pi": ["-3*pi", "-3pi"],
+    "e^2": ["exp(2)", "e**2"],
+    "1024": ["2**10", "2^10"],
+    "x^2+1": ["x**2+1", "1+x*x", "Final Answer: **x^2 + 1**", "The answer is x^2+1"],
+    r"\frac{\sqrt{3}}{2}": ["sqrt(3)/2", "sin(pi/3)", "3**(1/2)/2"],
+    r"\sqrt{2+\sqrt{3}}": ["sqrt(2+sqrt(3))"],
+    r"\ln 2 + |x|": ["ln(2) + abs(x)"],
+    r"(-\infty, 3)": ["(-oo, 3)", "(-inf, 3)"],
+    r"2\pi r^2": ["2*pi*r**2"],
     # choices and words as models write them
     "E": [
         "**E**", "E: forty", "E. forty", "E) forty", "(E)", "(E) forty", "$E$", r"\textbf{(E)}\ 14", r"\text{E}",
         "Option E", "Answer: E", "The correct answer is (E).", "**E.** forty", "**E. forty**", "E is correct",
         "Final answer: **E. not enough information**", "E - forty", "E. Vitamin C",
     ],
-    r"\textbf{(D)}\ 14": [
-        "D", "(D)", "**D**", "D: 14",
-    ],
-    "41": [
-        "Final Answer: **41**", "**Final Answer:** 41", "**41**",
-    ],
-    "yes": [
-        "Yes", "**Yes**", "Yes.", r"\text{yes}", "The answer is yes.",
-    ],
-    "New York": [
-        "new york", "**New York**", "The answer is: New York.",
-    ],
+    r"\textbf{(D)}\ 14": ["D", "(D)", "**D**", "D: 14"],
+    "41": ["Final Answer: **41**", "**Final Answer:** 41", "**41**"],
+    "yes": ["Yes", "**Yes**", "Yes.", r"\text{yes}", "The answer is yes."],
+    "New York": ["new york", "**New York**", "The answer is: New York."],
 }  # fmt: skip
 WRONG = {
     "5": [
@@ -250,133 +112,57 @@ WRONG = {
         r"\text{square root of } 5", "5 squared", "half of 5", "twice 5", r"\text{twice } 5", "5th root",
         "more than 5", r"5\text{th power}", r"\lfloor 5.5", r"5 \text{ times } 2",
     ],
-    "1011_2": [
-        "1011_3", "1011_{8}", "1011_{10}!", "1010_2", "1011_4",
-    ],
-    "204_5": [
-        "204_6", "204_{7}",
-    ],
-    r"10^\circ": [
-        r"10\text{ radians}", "10 radians", r"10 \text{ rad}", r"11^\circ",
-    ],
-    r"10\text{ radians}": [
-        r"10^\circ",
-    ],
+    "1011_2": ["1011_3", "1011_{8}", "1011_{10}!", "1010_2", "1011_4"],
+    "204_5": ["204_6", "204_{7}"],
+    r"10^\circ": [r"10\text{ radians}", "10 radians", r"10 \text{ rad}", r"11^\circ"],
+    r"10\text{ radians}": [r"10^\circ"],
     r"3\text{ cm}": [
         r"3\text{ m}", "3 m", r"3\text{ km}", r"3\text{ cm}^2", r"3 \text{ inches}", r"3\text{ kg}", r"3\mbox{ mm}",
         r"3\text{ feet}", r"3 \mathrm{m}",
     ],
-    r"15\mbox{ cm}^2": [
-        r"15\mbox{ cm}^3", r"15\text{ m}^2", r"15\text{ cm}", r"15 \text{ cubic cm}",
-    ],
-    r"\$18.90": [
-        r"18.9\%", r"18.90\text{ euros}", r"18.90\text{ cents}", r"18.9^\circ",
-    ],
-    r"18.9\%": [
-        r"\$18.90",
-    ],
-    r"25\%": [
-        r"\$25", r"25^\circ", r"25\text{ cm}",
-    ],
-    r"8\text{ months}": [
-        r"8\text{ years}", r"8\text{ days}",
-    ],
+    r"15\mbox{ cm}^2": [r"15\mbox{ cm}^3", r"15\text{ m}^2", r"15\text{ cm}", r"15 \text{ cubic cm}"],
+    r"\$18.90": [r"18.9\%", r"18.90\text{ euros}", r"18.90\text{ cents}", r"18.9^\circ"],
+    r"18.9\%": [r"\$18.90"],
+    r"25\%": [r"\$25", r"25^\circ", r"25\text{ cm}"],
+    r"8\text{ months}": [r"8\text{ years}", r"8\text{ days}"],
     r"\frac{1}{2}": [
         r"\frac{1}{3}", "½²", "2", "1.2", r"\frac{1}{2}x", r"-\frac12", r"\frac{1}{2}\text{ million}", "0.51",
     ],
-    "x^2": [
-        "x^3", "x²+1", "x_2", "x^{-2}", "2^x",
-    ],
-    "(1,2)": [
-        "(2,1)", "(1,3)", "(1,2,3)", "[1,3]", "(1,2",
-    ],
-    "x=5": [
-        "x=6", "x>5", r"x \ne 5",
-    ],
-    r"\text{Evelyn}": [
-        "Eve", "Evelyn's", "Briana",
-    ],
-    "C": [
-        "D", "B",
-    ],
-    r"\text{even}": [
-        "odd",
-    ],
-    r"\sqrt{2}": [
-        "2", "1.4", r"\sqrt{3}", "2^{1/3}", "√3",
-    ],
-    r"\pi": [
-        "3.14", r"2\pi", "π²",
-    ],
-    "[0,1)": [
-        "(0,1)", "[0,1]", "[0,2)",
-    ],
-    "x<3": [
-        "x>3", r"x\le 3", r"(-\infty,3]",
-    ],
-    r"\frac{1}{3}": [
-        "0.33", "0.3", r"0.\overline{4}", "0.4",
-    ],
+    "x^2": ["x^3", "x²+1", "x_2", "x^{-2}", "2^x"],
+    "(1,2)": ["(2,1)", "(1,3)", "(1,2,3)", "[1,3]", "(1,2"],
+    "x=5": ["x=6", "x>5", r"x \ne 5"],
+    r"\text{Evelyn}": ["Eve", "Evelyn's", "Briana"],
+    "C": ["D", "B"],
+    r"\text{even}": ["odd"],
+    r"\sqrt{2}": ["2", "1.4", r"\sqrt{3}", "2^{1/3}", "√3"],
+    r"\pi": ["3.14", r"2\pi", "π²"],
+    "[0,1)": ["(0,1)", "[0,1]", "[0,2)"],
+    "x<3": ["x>3", r"x\le 3", r"(-\infty,3]"],
+    r"\frac{1}{3}": ["0.33", "0.3", r"0.\overline{4}", "0.4"],
     "1": [
         r"\tan 45", r"\tan 1^\circ", r"\sin 45^\circ", "1.0000001", "1-10^{-20}", r"\frac{10^{20}+1}{10^{20}}",
         "1+10^{-20}i", r"2^{0.000001}",
     ],
     # equality is relative: small numbers differ as large ones do
-    r"1.6 \times 10^{-19}": [
-        r"9.1 \times 10^{-31}", "1.7e-19", "1.60001e-19", "0",
-    ],
-    r"\frac{1}{40!}": [
-        r"\frac{1}{41!}", "0",
-    ],
-    "3^{-70}": [
-        "3^{-71}", "3**(-71)",
-    ],
-    r"\sqrt{2}\cdot 10^{-20}": [
-        r"\sqrt{3}\cdot 10^{-20}",
-    ],
-    r"2.4 \times 10^{-17}\text{ m}": [
-        r"7.2 \times 10^{-17}\text{ m}",
-    ],
-    r"(0, 2.4\times 10^{-17})": [
-        r"(0, 7.2\times 10^{-17})",
-    ],
-    r"2.4\times10^{-17}, 1": [
-        r"7.2\times10^{-17}, 1",
-    ],
-    r"x<2.4\times10^{-17}": [
-        r"x<7.2\times10^{-17}",
-    ],
-    "3^{-70} x": [
-        "3^{-71} x", "x",
-    ],
-    r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}": [
-        r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}",
-    ],
-    "0": [
-        "10^{-20}", "e^{-60}", "0.0000001",
-    ],
-    "0.00000001": [
-        "0.00000002",
-    ],
-    "3.14159265": [
-        "3.14159266",
-    ],
-    "12345.678901": [
-        "12345.679",
-    ],
-    r"6.02\times10^{23}": [
-        r"6.022\times10^{23}",
-    ],
+    r"1.6 \times 10^{-19}": [r"9.1 \times 10^{-31}", "1.7e-19", "1.60001e-19", "0"],
+    r"\frac{1}{40!}": [r"\frac{1}{41!}", "0"],
+    "3^{-70}": ["3^{-71}", "3**(-71)"],
+    r"\sqrt{2}\cdot 10^{-20}": [r"\sqrt{3}\cdot 10^{-20}"],
+    r"2.4 \times 10^{-17}\text{ m}": [r"7.2 \times 10^{-17}\text{ m}"],
+    r"(0, 2.4\times 10^{-17})": [r"(0, 7.2\times 10^{-17})"],
+    r"2.4\times10^{-17}, 1": [r"7.2\times10^{-17}, 1"],
+    r"x<2.4\times10^{-17}": [r"x<7.2\times10^{-17}"],
+    "3^{-70} x": ["3^{-71} x", "x"],
+    r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}": [r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"],
+    "0": ["10^{-20}", "e^{-60}", "0.0000001"],
+    "0.00000001": ["0.00000002"],
+    "3.14159265": ["3.14159266"],
+    "12345.678901": ["12345.679"],
+    r"6.02\times10^{23}": [r"6.022\times10^{23}"],
     # calculators
-    r"\frac{\pi}{3}": [
-        "pi/4", "p*i/3", "3/pi", "pi3",
-    ],
-    "512": [
-        "2**3**2", "2*9", "2**8",
-    ],
-    "e^2": [
-        "exp(3)", "2*exp", "exp2", "exp(2)+1",
-    ],
+    r"\frac{\pi}{3}": ["pi/4", "p*i/3", "3/pi", "pi3"],
+    "512": ["2**3**2", "2*9", "2**8"],
+    "e^2": ["exp(3)", "2*exp", "exp2", "exp(2)+1"],
     # choices and words
     "E": [
         "D", "(D)", "**D**", "D: E", "D. E", "E or D", "D or E", "E, D", "D and E", "not E", "E is wrong", "(E), (D)",
@@ -384,18 +170,10 @@ WRONG = {
         r"\textbf{(D)}\ E", r"\textbf{(D)} \textbf{(E)}", "E (not D)", "E - no, D", "The answer is not E", "5",
         "forty", "E. or D.",
     ],
-    "A": [
-        "an apple", "A triangle",
-    ],
-    "41": [
-        "Final Answer: **42**", "Final Answer: not **41**", "**4**1",
-    ],
-    "yes": [
-        "no", "not yes", "Yes or no", "sey", "The answer is not yes",
-    ],
-    "Paris": [
-        "pairs", "Not Paris", "Paris or London",
-    ],
+    "A": ["an apple", "A triangle"],
+    "41": ["Final Answer: **42**", "Final Answer: not **41**", "**4**1"],
+    "yes": ["no", "not yes", "Yes or no", "sey", "The answer is not yes"],
+    "Paris": ["pairs", "Not Paris", "Paris or London"],
 }  # fmt: skip
 BROKEN = [  # against 5: the last number of what does not parse is no answer
     r"-\foo 5", "3 + * 5", "10 - - * 5", "1, 2, 3, # 4, 5", "(3, 5", r"\left(3, 5", r"\begin{pmatrix} 3 \\ 5",

@@ -25,29 +25,10 @@ from utils.settings.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "tests.hostile:make"
 FAILING = (
-    "raise",
-    "exit",
-    "exit 0",
-    "kill",
-    "kill group 9",
-    "kill parent",
-    "close files",
-    "nan",
-    "cancel",
-    "mute",
-    "memory",
-    "generator",
-    "huge",
-    "half a pair",
-    "long name",
-    "name of the log",
-)
-HANGING = (
-    "sleep",
-    "regex",
-    "endless",
-    "stop",
-)
+    "raise", "exit", "exit 0", "kill", "kill group 9", "kill parent", "close files", "nan", "cancel", "mute", "memory",
+    "generator", "huge", "name of the log",
+)  # fmt: skip
+HANGING = ("sleep", "regex", "endless", "stop")
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +45,6 @@ def test_scores_come_in_order_from_processes_without_jax(scorer):
     assert {score["jax"] for score in scores} == {0.0}
     assert os.getpid() not in {score["pid"] for score in scores}
     assert counts == {"reward_timeouts": 0, "reward_errors": 0}
-
-
-def test_no_replies_no_scores(scorer):
-    assert scorer.score_replies([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
 
 
 def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
@@ -130,11 +107,7 @@ def test_episode_goes_on_or_is_replayed_if_lost(patient_scorer, end):
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [
-        ("sleep", "reward_timeouts"),
-        ("exit 0", "reward_errors"),
-        ("raise", "reward_errors"),
-    ],
+    [("sleep", "reward_timeouts"), ("exit 0", "reward_errors"), ("raise", "reward_errors")],
 )
 def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
     jobs = [(i, Turns(0, (Reply("ok"), Reply(text if i == 3 else "ok")))) for i in range(8)]
@@ -261,21 +234,6 @@ def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_work
     assert seconds < limit
 
 
-def test_workers_see_no_secrets(monkeypatch):
-    secrets = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD", "GITHUB_TOKEN")
-    for name in secrets:
-        # Variables of the user, of which the last two are to be passed on.
-        monkeypatch.setenv(name, "secret")
-    monkeypatch.setenv("REWARD_API_KEY", "for the reward")
-    monkeypatch.setenv("HF_HOME", str(ROOT))
-    with Scorer("tests.hostile:make_with_token", num_workers=1) as scorer:
-        variables = scorer.score_replies([0], ["environment"])[0][0]
-        environ = Path(f"/proc/{scorer.lanes[0].process.pid}/environ")
-        assert not environ.exists() or b"secret" not in environ.read_bytes()
-    assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables)
-    assert not set(secrets) & set(variables)
-
-
 def test_slow_replies_of_a_chunk_each_have_the_whole_limit(scorer):
     texts = ["slow"] * 2 + ["ok"] * 14  # chunks of two: 2 x 0.3 s, limit 0.5 s
     scores, counts = scorer.score_replies(range(16), texts)
@@ -389,13 +347,6 @@ def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
     wait_until_gone(daemon)
 
 
-def test_closing_leaves_no_process_behind():
-    with Scorer(HOSTILE, num_workers=1) as scorer:
-        (score,), _ = scorer.score_replies([0], ["ok"])
-        assert is_alive(int(score["pid"]))
-    wait_until_gone(int(score["pid"]), scorer.lanes[0].process.pid)
-
-
 @pytest.mark.parametrize("text", ["ok", "sleep", "regex"])
 def test_workers_die_with_a_run_that_is_killed(text):
     """Killed between two calls, or while a reward hangs with its interpreter locked."""
@@ -418,20 +369,9 @@ def test_workers_die_with_a_run_that_is_killed(text):
 
 OWN_REWARDS = """
 def none(completion, **row): pass
-def nan(completion, **row): return float("nan")
-def text(completion, **row): return "1"
 def raises(completion, **row):
     return int("x" + completion)
-def lists(completions, **columns): return [1.0, 2.0]
-class Reward:
-    def __call__(self, completion, **row): return [1.0]
-instance = Reward()
 def some(completion, **row): return 1 / len(completion)
-def parts(completion, answer, **row): return {"same": completion == answer, "size": len(completion)}
-def named(completion, answer): return float(completion == answer)
-def trl(completions, prompts, answer, **columns):
-    assert len(prompts) == len(answer) == 1
-    return [float(c == a) + len(c) for c, a in zip(completions, answer)]
 """
 
 
@@ -439,15 +379,8 @@ def trl(completions, prompts, answer, **columns):
     ("name", "words"),
     [
         ("none", r"none\(\) in line 2 of .*own.py returned None: return a number"),
-        ("nan", r"nan\(\) in line 3 of .*own.py returned nan: return a number"),
-        ("text", "text.. in line 4 of .* returned '1'"),
-        ("raises", r"ValueError: invalid literal .*\(line 6 of .*own.py\)"),
-        ("lists", r"lists\(\) in line 7 of .* returned \[1.0, 2.0\]: return a list with a number for each completion"),
-        ("instance", r"__call__\(\) in line 9 of .* returned \[1.0\]: return a number"),
+        ("raises", r"ValueError: invalid literal .*\(line 4 of .*own.py\)"),
         ("some", None),  # an empty reply costs its score, as in training
-        ("parts", None),
-        ("named", None),
-        ("trl", None),
     ],
 )
 def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_path):
@@ -461,5 +394,4 @@ def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_pat
                 scorer.check_reward([(0, "one"), (1, "")])
             return
         scorer.check_reward([(0, "one"), (1, "")])
-        (scores,), _ = scorer.score_replies([0], ["one"])
-        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "named": 0.0, "trl": 3.0}[name]
+        assert scorer.score_replies([0], ["one"])[0][0]["return"] == 1 / 3

@@ -88,12 +88,10 @@ def update_of(sizes: Sizes, model: Decoder, remat: str, num_tokens: int) -> int:
 
 
 def test_a_cpu_gets_small_microbatches():
-    config = settings_for(num_generation_tokens=128, prompt_length=64)
-    layout = single_device()
+    config, layout = settings_for(num_generation_tokens=128, prompt_length=64), single_device()
     model = shape("small", mesh=layout.mesh)
     state = state_of(model, config.optimizer)
-    rows = row_length(config), config.minibatch_size, config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, None, *rows)
+    plan = fit_memory(config.memory, model, layout, state, None, row_length(config), config.minibatch_size, 0)
     assert (plan.remat, plan.tokens_per_microbatch) == ("none", 1024)
 
 
@@ -118,13 +116,7 @@ def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
     monkeypatch.setattr(Decoder, "kernel", kernel)
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
-    sizes = Sizes(
-        held=params,
-        gradients=2 * params,
-        sampling_copy=0,
-        kv_row=0,
-        available=0,
-    )
+    sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)
     estimate = update_bytes(sizes, model, remat, full_rows(16, 1024)) / GB
     assert 0.94 < estimate / COMPILED[name, kernel, remat] < 1.15
 
@@ -152,10 +144,14 @@ COMPILED_FOR_TPUS = {
 }
 
 
+def tpus(num_devices: int, gigabytes: float = 0, tp: int = 1) -> Device:
+    chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
+    return Device(Mesh(chips.reshape(1, -1, tp), MESH_AXES, axis_types=(AxisType.Auto,) * 3), int(gigabytes * GB))
+
+
 @pytest.mark.parametrize(("name", "num_devices", "remat", "num_tokens"), COMPILED_FOR_TPUS)
 def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, num_tokens):
-    chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
-    layout = Device(Mesh(chips.reshape(1, -1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+    layout = tpus(num_devices)
     model = shape(name, dtype="bfloat16", mesh=layout.mesh)
     config = settings_for()
     sizes = measure_sizes(config.memory, model, layout, state_shapes(model, layout, config), None, 1536)
@@ -175,16 +171,14 @@ ROLLOUT = {
 
 @pytest.mark.parametrize(("name", "num_devices", "gigabytes"), ROLLOUT)
 def test_sampling_weights_are_sharded_if_rows_have_no_room(name, num_devices, gigabytes):
-    chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
-    mesh = Mesh(chips.reshape(1, -1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    layout = Device(mesh, int(gigabytes * GB))
-    model = shape(name, dtype="bfloat16", mesh=mesh)
+    layout = tpus(num_devices, gigabytes)
+    model = shape(name, dtype="bfloat16", mesh=layout.mesh)
     config = settings_for()
     arguments = config.memory, model, layout, state_shapes(model, layout, config), None, 1536
     sizes = measure_sizes(*arguments)
     tp = sizes.rollout.mesh.shape["tp"]
     assert tp == ROLLOUT[name, num_devices, gigabytes]
-    assert list(sizes.rollout.mesh.devices.flat) == list(chips)
+    assert list(sizes.rollout.mesh.devices.flat) == list(layout.mesh.devices.flat)
     assert sizes.sampling_copy == pytest.approx(2 * model.num_parameters / tp, rel=0.01)
     assert len(describe_rollout(model, layout, sizes.rollout)) == (tp > 1)
     asked = measure_sizes(*arguments, rollout_tp=num_devices)
@@ -214,7 +208,7 @@ def test_what_tp_does_not_divide_is_named(model, sizes, whole):
 
 
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
-    layout = Device(Mesh(np.array([Tpu(i) for i in range(8)], dtype=object).reshape(1, 4, 2), MESH_AXES))
+    layout = tpus(8, tp=2)
     model = shape("Qwen3-0.6B", dtype="bfloat16", mesh=layout.mesh)
     with pytest.raises(UserError, match="--rollout_tp 4 is refused, since the mesh allows 2, 8: give"):
         choose_rollout(model, layout, 0, 1536, 4)
@@ -250,21 +244,16 @@ def test_the_more_memory_the_less_is_recomputed():
         assert not any("will not fit" in note for note in plan.notes[1:]) or "KV cache" in plan.notes[1]
 
 
-def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
-    # A device that is not here.
-    monkeypatch.setattr(Device, "is_cpu", False)
-    model = shape("Qwen3-0.6B", dtype="bfloat16")
-    layout = single_device()
-    layout = Device(layout.mesh, 0)
+def test_as_many_rows_are_sampled_as_fit_beside_what_is_held():
+    model, layout = shape("Qwen3-0.6B", dtype="bfloat16"), Device(single_device().mesh)
     found = []
     for memory in (20, 40, 80, 140):
         plan, sizes = fit("Qwen3-0.6B", memory, inference_batch_per_device=0)
-        num_rows = rows_that_fit(plan.sampling_room.num_bytes, model, layout, 1536)
-        logits = 12 * 151936
-        used = sizes.held + sizes.sampling_copy + num_rows * (sizes.kv_row + logits)
-        assert used <= sizes.available < used + sizes.kv_row + logits
+        found.append(rows_that_fit(plan.sampling_room.num_bytes, model, layout, 1536))
+        bytes_of_row = sizes.kv_row + 12 * 151936  # with its logits
+        used = sizes.held + sizes.sampling_copy + found[-1] * bytes_of_row
+        assert used <= sizes.available < used + bytes_of_row
         assert not any("KV cache" in note for note in plan.notes)
-        found.append(num_rows)
     assert found == sorted(found)
     assert found[-1] > 300
     assert rows_that_fit(0, model, layout, 1536) == 1
@@ -314,17 +303,22 @@ def test_what_does_not_fit_is_said():
         assert len(notes) == (sums > 8)
 
 
-def test_optimizers_and_dtypes_count():
-    optimizers = {}, {"optimizer": "adafactor"}
-    held = [fit("Qwen3-1.7B", 80, **settings)[1].held for settings in optimizers]
-    assert [round(num_bytes / 1720574976) for num_bytes in held] == [12, 4]
-    gradients = [fit("Qwen3-1.7B", 80, grad_dtype=dtype)[1].gradients for dtype in ("", "bfloat16")]
-    assert [round(num_bytes / 1720574976) for num_bytes in gradients] == [8, 6]
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [12, 8, 0]),
+        ({"optimizer": "adafactor"}, [4, 8, 0]),
+        ({"grad_dtype": "bfloat16"}, [12, 6, 0]),
+        ({"offload": "optimizer"}, [4, 8, 16]),  # moments in the host's memory count in their step only
+    ],
+    ids=str,
+)
+def test_bytes_of_a_parameter_follow_from_the_settings(settings, expected):
+    _, sizes = fit("Qwen3-1.7B", 80, **settings)
+    assert [round(x / 1720574976) for x in (sizes.held, sizes.gradients, sizes.step)] == expected
 
 
-def test_moments_in_host_memory_count_in_their_step_only():
-    _, sizes = fit("Qwen3-1.7B", 80, offload="optimizer")
-    assert [round(x / 1720574976) for x in (sizes.held, sizes.gradients, sizes.step)] == [4, 8, 16]
+def test_offloaded_moments_make_room():
     assert fit("Qwen3-8B", 150)[0].notes[1:]
     assert not fit("Qwen3-8B", 150, offload="optimizer")[0].notes[1:]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_equal
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig
 from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
@@ -22,7 +22,7 @@ from models import architecture, attention, checkpoint, decoder, families
 from models.cache import gather_rows
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.families import COMMON, FAMILIES, read_config, text_config
+from models.families import FAMILIES, read_config, text_config
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
@@ -91,24 +91,6 @@ def test_gradients_equal_those_of_transformers(name):
         assert_close(product, reference["gradient_products"][i], operations, size=10 * norm, err_msg=tensor)
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied", "qwen3_5-rest"])
-def test_no_token_sees_what_stands_right_of_it(name):
-    model, params, _ = load(FIXTURES / name)
-    tokens = jnp.arange(10)[None]  # each once, so that row i of the embedding is the input at position i
-    direction = jax.random.normal(jax.random.key(0), (model.hidden_size,))
-
-    @jax.jit
-    def gradients(t):
-        def output(embedding):
-            return decoder.forward(model, params | {EMBED: embedding}, tokens)[0, t] @ direction
-
-        return jax.grad(output)(params[EMBED])[:10]
-
-    for t in range(10):
-        moved = np.abs(gradients(t)).max(axis=1) > 0
-        assert moved.tolist() == [i <= t for i in range(10)]
-
-
 @pytest.mark.parametrize("name", DECODED)
 def test_greedy_decoding_gives_the_tokens_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
@@ -162,16 +144,7 @@ def test_a_cache_has_as_many_bytes_as_is_estimated(name, dtype, kv_dtype):
     assert num_bytes == 3 * (5 * model.cache_bytes + model.state_bytes)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        (1.0,),
-        (0.0,),
-        (0.6, 0, 0.8),
-        (1.3, 12, 0.9, 0.03),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", [(1.0,), (0.0,), (0.6, 0, 0.8), (1.3, 12, 0.9, 0.03)], ids=str)
 def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
     distribution = Distribution(*setting)
     logits = jnp.float32(2 * np.random.default_rng(5).standard_normal((50, 300)))
@@ -297,22 +270,14 @@ def test_kernels_are_chosen_by_device_and_heads():
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
 
 
-@pytest.mark.parametrize(
-    ("platform", "capability", "dtype"),
-    [
-        ("cpu", None, "float32"),
-        ("gpu", "7.5", "float32"),
-        ("gpu", "8.9", "bfloat16"),
-        ("gpu", "10.0", "bfloat16"),
-        ("gpu", "gfx942", "bfloat16"),
-        ("tpu", None, "bfloat16"),
-    ],
-)
-def test_products_are_of_bfloat16_where_the_device_has_it(platform, capability, dtype, monkeypatch):
-    device = SimpleNamespace(platform=platform, **({"compute_capability": capability} if capability else {}))
-    # A device that is not here.
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert checkpoint.default_dtype() == dtype
+def test_products_are_of_bfloat16_where_the_device_has_it(monkeypatch):
+    found = {}
+    for platform, capability in (("cpu", ""), ("gpu", "7.5"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", "")):
+        device = SimpleNamespace(platform=platform, compute_capability=capability)
+        # A device that is not here.
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        found[platform + capability] = checkpoint.default_dtype()
+    assert [name for name, dtype in found.items() if dtype == "float32"] == ["cpu", "gpu7.5"]
 
 
 def test_layers_of_small_models_on_a_cpu_are_unrolled():
@@ -343,24 +308,6 @@ def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatc
     assert_trees_all_equal(params, saved_params)
     assert (tmp_path / "new" / "model.safetensors").exists() == (max_bytes > 20_000)
     assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
-
-
-def test_parameters_are_cut_as_the_layout_says(tmp_path):
-    class Halves:
-        mesh = None
-
-        def check_mesh_axes(self, params):
-            pass
-
-        def sharding(self, shape, axes):
-            mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-            requested.append((shape, axes))
-            return jax.NamedSharding(mesh, jax.P("x"))
-
-    requested = []
-    model, params, _ = load_model(FIXTURES / "qwen3-tied", layout=Halves())
-    assert set(requested) == set(jax.tree.leaves(model.parameter_table(), is_leaf=architecture.is_spec))
-    assert_trees_all_equal(params, load(FIXTURES / "qwen3-tied")[1])
 
 
 def test_dtypes_are_those_of_the_parameters(tmp_path):
@@ -403,35 +350,32 @@ def test_only_the_writing_process_writes(tmp_path):
     assert len(fetched) == len(checkpoint.tensor_shapes(model))
 
 
-def test_tensors_that_say_nothing_new_are_ignored(tmp_path):
-    """A second copy of a tied weight; frequencies, as Llama 2 was published with them."""
-    from safetensors.numpy import load_file, save_file
-
-    shutil.copytree(FIXTURES / "qwen3-tied", tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    repeated = {HEAD: tensors[EMBED], "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float16)}
-    save_file(tensors | repeated, tmp_path / "model.safetensors")
-    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3-tied")[1])
-
-
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"  # as Llama 2 was published with them
 SPELLINGS = {  # of names of tensors that transformers reads, too
-    "only the head": ("qwen3-tied", EMBED, HEAD),
-    "without model.": ("qwen3-tied", "model.", ""),
-    "untied, without model.": ("llama-untied", "model.", ""),
-    "of a model with images": ("gemma3-wrapped", "language_model.model.", "language_model."),
+    "only the head": ("qwen3-tied", {EMBED: HEAD}),
+    "head, too": ("qwen3-tied", lambda t: t.update({HEAD: t[EMBED], FREQUENCIES: np.ones(4, np.float16)})),
+    "without model.": ("qwen3-tied", {"model.": ""}),
+    "untied, without model.": ("llama-untied", {"model.": ""}),
+    "images": ("gemma3-wrapped", {"language_model.model.": "language_model."}),
+    "images, later": (  # the fixture has the names of the published files
+        "gemma3-wrapped",
+        {"language_model.model.": "model.language_model.", "vision": "model.vision", "multi": "model.multi"},
+    ),
+    "several tokens at once": ("qwen3_5-images", lambda t: t.update({"mtp.fc.weight": np.ones((2, 2), np.float32)})),
 }
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_tensors_are_found_under_each_of_their_names(name, tmp_path):
-    base, start, other = SPELLINGS[name]
+    base, change = SPELLINGS[name]
 
     def rename(tensors: dict[str, np.ndarray]) -> None:
-        for old in [old for old in tensors if old.startswith(start)]:
-            tensors[other + old.removeprefix(start)] = tensors.pop(old)
+        for start, other in change.items():
+            for old in [old for old in tensors if old.startswith(start)]:
+                tensors[other + old.removeprefix(start)] = tensors.pop(old)
 
     shutil.copytree(FIXTURES / base, tmp_path, dirs_exist_ok=True)
-    edit_tensors(rename)(tmp_path)
+    edit_tensors(change if callable(change) else rename)(tmp_path)
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / base)[1])
 
 
@@ -445,8 +389,6 @@ def edit_config(**fields):
 
 def edit_tensors(edit):
     def edit_file(folder):
-        from safetensors.numpy import load_file, save_file
-
         tensors = load_file(folder / "model.safetensors")
         edit(tensors)
         save_file(tensors, folder / "model.safetensors")
@@ -468,11 +410,7 @@ def truncate(folder):
 
 
 NORM = "model.layers.1.input_layernorm.weight"
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 UNUSED = {  # fields of transformers' configs by which no logit changes: of training, of generation, of classes
     *"attention_dropout initializer_range output_router_logits router_aux_loss_coef pretraining_tp use_cache".split(),
     *"bos_token_id eos_token_id pad_token_id _sliding_window_pattern ignore_keys_at_rope_validation".split(),
@@ -491,8 +429,6 @@ def test_every_field_of_a_family_is_read_or_changes_no_logit(name):
 DAMAGES = {
     "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
     "config": ("qwen3-tied", remove("config.json"), "config.json"),
-    "config that is not JSON": ("qwen3-tied", lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-    "config without a field": ("qwen3-tied", edit_config(hidden_size=None), "hidden_size"),
     "tokenizer": ("qwen3-tied", remove("tokenizer.json"), "tokenizer.json"),
     "weights": ("qwen3-tied", remove("model.safetensors"), "model.safetensors"),
     "weights of kvfrans/lmpo": ("qwen3-tied", rename_weights("params.pkl"), "params.pkl is a pickle"),
@@ -540,11 +476,6 @@ DAMAGES = {
         edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
         "attention_factor is 1.1, and supported is only 1.20794",
     ),
-    "two scalings": (
-        "llama-linear",
-        edit_config(rope_scaling={"type": "linear", "factor": 8}),
-        "rope_scaling's factor is 8",
-    ),
     "one scaling of two kinds": ("olmo3-yarn", edit_config(rope_parameters=YARN), "have no full_attention and sliding"),
     "wavelength of a kind": (
         "olmo3-yarn",
@@ -561,7 +492,6 @@ DAMAGES = {
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
     "layer types": ("qwen3-tied", edit_config(layer_types=["chunked_attention"] * 2), "chunked_attention"),
     "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
-    "quantized": ("qwen3-tied", edit_config(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
 }
 
 
@@ -573,14 +503,10 @@ def test_a_damaged_folder_is_named(name, damage, message, tmp_path):
         load_model(tmp_path / "model")
 
 
-def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
-    """Tensors of images and of the prediction of several tokens are left out; defaults are those of the class."""
-    shutil.copytree(FIXTURES / "qwen3_5-images", tmp_path, dirs_exist_ok=True)
-    edit_tensors(lambda tensors: tensors.update({"mtp.fc.weight": np.ones((2, 2), np.float32)}))(tmp_path)
-    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3_5-images")[1])
+def test_a_model_with_images_is_loaded_as_its_text_model():
+    """Defaults are those of the class."""
     wrapped = load(FIXTURES / "qwen3_5-images")[0]
-    plain = load(FIXTURES / "qwen3_5-tied")[0]
-    assert wrapped == plain
+    assert wrapped == load(FIXTURES / "qwen3_5-tied")[0]
     assert wrapped.family == "Qwen3_5ForCausalLM"
     config = json.loads((FIXTURES / "qwen3_5-images" / "config.json").read_text())
     text = config["text_config"]
@@ -590,49 +516,6 @@ def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
     assert fields["layer_types"] == ("linear_attention",) * 3 + ("full_attention",)
     assert (fields["partial_rotary_factor"], fields["head_dim"], fields["rope_theta"]) == (0.25, 256, 10_000)
     assert fields["delta"] == (16, 32, 128, 128, 4)
-
-
-def test_gemma_3_loads_under_names_of_later_transformers(tmp_path):
-    """The fixture has those of the published files: language_model.model, vision_tower."""
-    name = "gemma3-wrapped"
-
-    def rename(tensors: dict[str, np.ndarray]) -> None:
-        for old in list(tensors):
-            new = "model." + old.replace("language_model.model.", "language_model.")
-            tensors[new] = tensors.pop(old)
-        tensors[HEAD] = tensors["model.language_model.embed_tokens.weight"]
-
-    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
-    edit_tensors(rename)(tmp_path)
-    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / name)[1])
-
-
-def test_missing_fields_of_gemma_3_are_those_of_transformers():
-    """The text_config of google/gemma-3-4b-it."""
-    from transformers import Gemma3Config
-
-    text = {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    }
-    config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "torch_dtype": "bfloat16",
-        "text_config": text,
-    }
-    fields = read_config(text_config(config, Path()), Path())
-    reference = Gemma3Config(text_config=json.loads(json.dumps(text))).text_config
-    for name in {*COMMON, "sliding_window"} - {"rope_theta"}:
-        assert fields[name] == getattr(reference, name), name
-    assert fields["layer_types"] == tuple(reference.layer_types)
-    assert fields["attention_scale"] == reference.query_pre_attn_scalar**-0.5
-    full, local = (reference.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
-    assert (fields["rope_theta"], fields["local_rope_theta"]) == (full["rope_theta"], local["rope_theta"])
-    assert fields["rope_scaling"][:2] == (full["rope_type"], full["factor"])
 
 
 def test_a_download_without_network_says_so(monkeypatch):
@@ -701,49 +584,13 @@ def test_the_ids_of_qwen3(tmp_path):
         tmp_path.mkdir()
 
 
-def test_a_base_model_without_template_continues_plain_text():
-    tokenizer = load_tokenizer(FIXTURES / "qwen3-tied")
-    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
-    assert tokenizer.decode(tokenizer.chat(messages, prefix="=")) == "add\n1+1="
-
-
 SMOLLM2 = (  # as in the GGUF of SmolLM2-135M-Instruct
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou"
     " are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
     "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
     "'<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = (  # with what those of Llama 3.1 to 3.3 use: the first token, a date, a loop over all but the system prompt
-    "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
-    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
-    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}"
-    "{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
-    "message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
 USER = {"role": "user", "content": " 1 + 1? "}
-SYSTEM = {"role": "system", "content": "Add."}
-RENDERED = [
-    (
-        SMOLLM2,
-        [USER],
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        SMOLLM2,
-        [SYSTEM, USER, {"role": "assistant", "content": "2"}, USER],
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        LLAMA3,
-        [SYSTEM, USER],
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\nAdd.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-]
 
 
 def folder_with_template(folder: Path, template: str, stop_ids: list[int]) -> Path:
@@ -755,17 +602,6 @@ def folder_with_template(folder: Path, template: str, stop_ids: list[int]) -> Pa
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
     return folder
-
-
-@pytest.mark.parametrize("template, messages, text", RENDERED, ids=["smollm2", "smollm2-turns", "llama3"])
-def test_published_templates_are_rendered_as_written(template, messages, text, tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5, 7]))
-    assert tokenizer.has_template
-    assert tokenizer.render(messages, thinking=False) == text
-    assert tokenizer.render(messages, thinking=False) == tokenizer.hf.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
-    assert tokenizer.chat(messages, prefix="=") == tokenizer.encode(text) + tokenizer.encode("=")
 
 
 QWEN3 = (  # the end of its template: thinking unless it is switched off
@@ -824,45 +660,13 @@ def test_transformers_pipeline_prompts_a_saved_model_the_same(template, tmp_path
         assert saved.training_prompts == (False if template == QWEN3 else None, prefix)
 
 
-def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 6]))
-    base = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20}
-    (tmp_path / "generation_config.json").write_text(json.dumps(base))
-    settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
-    load_tokenizer(tmp_path).with_generation(generation_settings(settings, 64)).save(tmp_path)
-    saved = GenerationConfig.from_pretrained(tmp_path)
-    assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 0, 0.9)
-    assert (saved.max_new_tokens, saved.eos_token_id) == (64, [5, 6, tokenizer.hf.eos_token_id])
-    found = generation_settings(settings | {"temperature": 0}, 64)
-    assert found == {"max_new_tokens": 64, "do_sample": False}
-    assert tokenizer.with_generation({}).files.keys() >= tokenizer.files.keys()
-
-
 @pytest.mark.parametrize("is_rl", [True, False], ids=["rl", "sft"])
 def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
     """Read by transformers: what is not said here, or is the default, is not applied."""
     folder_with_template(tmp_path, QWEN3, [5])
-    penalties = {
-        "repetition_penalty": 1.1,
-        "no_repeat_ngram_size": 3,
-        "min_new_tokens": 3,
-        "suppress_tokens": [9],
-    }
-    penalties |= {
-        "typical_p": 0.5,
-        "num_beams": 4,
-        "bad_words_ids": [[3]],
-        "begin_suppress_tokens": [4],
-        "new": 1,
-    }
-    penalties |= {"max_length": 20, "penalty_alpha": 0.6, "forced_eos_token_id": 5}
-    base = penalties | {
-        "eos_token_id": 5,
-        "pad_token_id": 7,
-        "bos_token_id": 1,
-        "do_sample": True,
-        "top_k": 20,
-    }
+    base = {"eos_token_id": 5, "pad_token_id": 7, "bos_token_id": 1, "do_sample": True, "top_k": 20}
+    base |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "suppress_tokens": [9]}
+    base |= {"typical_p": 0.5, "num_beams": 4, "bad_words_ids": [[3]], "max_length": 20, "forced_eos_token_id": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(base))
     tokenizer = load_tokenizer(tmp_path)
     special = next(iter(set(tokenizer.special_ids) - {tokenizer.hf.eos_token}))
@@ -874,11 +678,16 @@ def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
     assert saved.pop("eos_token_id") == ids
     assert saved.pop("pad_token_id") == tokenizer.pad_id
     assert saved == {"bos_token_id": 1, "do_sample": True} | (sampling or {"top_k": 20})
+    if is_rl:
+        read = GenerationConfig.from_pretrained(tmp_path)
+        assert (read.do_sample, read.temperature, read.top_k, read.top_p) == (True, 0.7, 0, 0.9)
+        assert read.max_new_tokens == 64
+        assert generation_settings(settings | {"temperature": 0}, 64) == {"max_new_tokens": 64, "do_sample": False}
     assert load_tokenizer(tmp_path).stop_ids == tuple(ids)
 
 
 def test_every_id_of_generation_config_ends_a_completion(tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, LLAMA3, [5, 7, 5]))
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 7, 5]))
     assert tokenizer.stop_ids == (5, 7, tokenizer.hf.eos_token_id)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).stop_ids == tokenizer.stop_ids

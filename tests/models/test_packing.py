@@ -34,26 +34,18 @@ def random_sizes(num_groups: int, seed: int = 0) -> RowSizes:
     return RowSizes(prompts, prompt_lengths, lengths, is_target).select(order)
 
 
-def tokens_of(sizes: RowSizes, width: int, vocabulary: int = 64) -> np.ndarray:
+def tokens_of(sizes: RowSizes, vocabulary: int = 64) -> np.ndarray:
     """Returns rows that begin with the prompts of their numbers, padded with 0."""
     rng = np.random.default_rng(1)
-    prompts = rng.integers(1, vocabulary, (sizes.prompts.max() + 1, width))
-    completions = rng.integers(1, vocabulary, (sizes.prompts.size, width))
-    columns = np.arange(width)
+    prompts = rng.integers(1, vocabulary, (sizes.prompts.max() + 1, WIDTH))
+    completions = rng.integers(1, vocabulary, (sizes.prompts.size, WIDTH))
+    columns = np.arange(WIDTH)
     tokens = np.where(columns < sizes.prompt_lengths[:, None], prompts[sizes.prompts], completions)
     return np.where(columns < sizes.lengths[:, None], tokens, 0).astype(np.int32)
 
 
 @pytest.mark.parametrize("skips_padding", [True, False])
-@pytest.mark.parametrize(
-    ("shards", "num_tokens"),
-    [
-        (1, 512),
-        (4, 512),
-        (1, 128),
-        (4, 64),
-    ],
-)
+@pytest.mark.parametrize(("shards", "num_tokens"), [(1, 512), (4, 512), (1, 128), (4, 64)])
 def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, skips_padding):
     sizes = random_sizes(num_groups=12)
     shapes = choose_shapes(num_tokens, WIDTH, 48 // shards, skips_padding)
@@ -83,14 +75,7 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, sk
 
 @pytest.mark.parametrize(
     ("longest", "widths"),
-    [
-        (40, {64}),
-        (224, {64, 128, 192, 224}),
-        (320, {96, 192, 288, 320}),
-        (448, {64, 128, 256, 384, 448}),
-        (1280, {160, 320, 640, 960, 1280}),
-        (8448, {1056, 2112, 4224, 6336, 8448}),
-    ],
+    [(40, {64}), (224, {64, 128, 192, 224}), (320, {96, 192, 288, 320}), (1280, {160, 320, 640, 960, 1280})],
 )
 def test_rows_have_few_widths(longest, widths):
     lengths = range(1, longest + 1)
@@ -140,21 +125,19 @@ def test_shapes_follow_from_limits():
         plan_microbatches(random_sizes(12), choose_shapes(64, 32, 4, True), 1)
 
 
-def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
+def packing_of(sizes: RowSizes, shards: int) -> Packing:
     num_rows = sizes.prompts.size // shards
-    return pack_rows(sizes, MicrobatchShape(num_rows, width, num_rows * width), shards)
+    return pack_rows(sizes, MicrobatchShape(num_rows, WIDTH, num_rows * WIDTH), shards)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_unpacked_rows_are_those_that_were_packed(shards):
     """Values and gradients, against indexing in NumPy."""
     sizes = random_sizes(num_groups=4)
-    width = WIDTH
-    tokens = tokens_of(sizes, width)
-    packing = packing_of(sizes, width, shards)
+    packing = packing_of(sizes, shards)
     rng = np.random.default_rng(2)
-    table = rng.standard_normal((64, width, 3)).astype(np.float32)  # of a token in a column
-    rows = table[tokens, np.arange(width)]
+    table = rng.standard_normal((64, WIDTH, 3)).astype(np.float32)  # of a token in a column
+    rows = table[tokens_of(sizes), np.arange(WIDTH)]
     packed, pull = jax.vjp(partial(pack, packing=packing), rows)
     indices = np.asarray(packing.indices)
     flat = rows.reshape(shards, -1, 3)
@@ -163,7 +146,7 @@ def test_unpacked_rows_are_those_that_were_packed(shards):
         np.testing.assert_array_equal(packed[shard][is_token], flat[shard][indices[shard][is_token]])
         assert not np.any(packed[shard][~is_token])
     unpacked, pull_rows = jax.vjp(partial(unpack, packing=packing), packed)
-    is_computed = np.arange(width) < sizes.lengths[:, None] - 1  # a last token's state has no target
+    is_computed = np.arange(WIDTH) < sizes.lengths[:, None] - 1  # a last token's state has no target
     np.testing.assert_array_equal(unpacked[is_computed], rows[is_computed])
     direction = np.where(is_computed[..., None], rng.standard_normal(rows.shape), 0).astype(np.float32)
     (of_packed,) = pull_rows(jnp.asarray(direction))
@@ -204,20 +187,13 @@ def random_experts(model: Decoder, is_target: np.ndarray) -> np.ndarray:
     return np.where(is_target[..., None, None], some, 0).astype(np.int16)
 
 
-def assert_close_trees(found: Params, expected: Params, num_operations: int) -> None:
-    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
-    assert size > 0.1
-    assert_leaves_close(found, expected, num_operations, size)
-
-
 @pytest.mark.parametrize("case", MODELS)
 def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
     """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of target tokens."""
     name, _, variant = case.partition(" ")
     model, params = load_variant(name, variant)
     sizes = random_sizes(num_groups=2)
-    width = WIDTH
-    tokens = tokens_of(sizes, width, model.vocab_size)
+    tokens = tokens_of(sizes, model.vocab_size)
     rng = np.random.default_rng(3)
     routes = random_experts(model, sizes.is_target) if model.num_experts else None
     weights = np.where(sizes.is_target, rng.standard_normal(tokens.shape), 0).astype(np.float32)
@@ -234,7 +210,9 @@ def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
         return logprobs, grads
 
     logprobs, expected = gradient(params, None, False)
-    found_logprobs, found = gradient(params, packing_of(sizes, width, 2), True)
-    depth = gradient_depth(model, width, tokens.size)
+    found_logprobs, found = gradient(params, packing_of(sizes, 2), True)
+    depth = gradient_depth(model, WIDTH, tokens.size)
     assert_close(found_logprobs[sizes.is_target], logprobs[sizes.is_target], depth, 20.0)
-    assert_close_trees(found, expected, depth)
+    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    assert size > 0.1
+    assert_leaves_close(found, expected, depth, size)

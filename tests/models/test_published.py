@@ -20,15 +20,8 @@ FOURTH = [int(i % 4 != 0) for i in range(1, 37)]
 
 def sizes(*numbers: int) -> dict[str, int]:
     """Width, width of the MLP, layers, heads, heads of keys, vocabulary, positions."""
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "max_position_embeddings",
-    )
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    names += "vocab_size", "max_position_embeddings"
     return dict(zip(names, numbers, strict=True))
 
 
@@ -152,26 +145,10 @@ QWEN2_5 = (
 )
 NEW_YARN = {FULL: YARN | {"rope_theta": 500_000}, SLIDING: {"rope_type": "default", "rope_theta": 500_000}}
 PUBLISHED = {  # name: class, fields
-    "Qwen2-0.5B": (
-        "Qwen2",
-        sizes(896, 4864, 24, 14, 2, 151_936, 131_072)
-        | QWEN
-        | {"max_window_layers": 24, "rope_theta": 1e6, "sliding_window": 131_072, "tie_word_embeddings": True},
-    ),
     "Qwen2.5-7B-Instruct": ("Qwen2", QWEN2_5),
     "Qwen2.5-7B-Instruct, long": (
         "Qwen2",
         QWEN2_5 | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
-    ),
-    "DeepSeek-R1-Distill-Qwen-1.5B": (
-        "Qwen2",
-        sizes(1536, 8960, 28, 12, 2, 151_936, 131_072)
-        | QWEN
-        | {"max_window_layers": 21, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False},
-    ),
-    "Qwen3-0.6B": (
-        "Qwen3",
-        sizes(1024, 3072, 28, 16, 8, 151_936, 40960) | QWEN3 | {"max_window_layers": 28, "tie_word_embeddings": True},
     ),
     "Qwen3-32B": (
         "Qwen3",
@@ -185,21 +162,6 @@ PUBLISHED = {  # name: class, fields
         | {"max_window_layers": 48, "tie_word_embeddings": False},
     ),
     "Qwen3.8-27B": ("Qwen3_5", HYBRID),
-    "Qwen3.5-0.8B": (
-        "Qwen3_5",
-        HYBRID
-        | sizes(1024, 3584, 24, 8, 2, 248_320, 262_144)
-        | {"linear_num_value_heads": 16, "tie_word_embeddings": True, "mlp_only_layers": []},
-    ),
-    "Llama-2-7b": ("Llama", sizes(4096, 11008, 32, 32, 32, 32000, 4096) | LLAMA),
-    "TinyLlama-1.1B": ("Llama", sizes(2048, 5632, 22, 32, 4, 32000, 2048) | LLAMA | {"attention_bias": False}),
-    "Meta-Llama-3-8B": ("Llama", sizes(4096, 14336, 32, 32, 8, 128_256, 8192) | LLAMA | {"rope_theta": 500_000.0}),
-    "Llama-3.1-8B-Instruct": (
-        "Llama",
-        sizes(4096, 14336, 32, 32, 8, 128_256, 131_072)
-        | LLAMA
-        | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3 | {"factor": 8.0}, "mlp_bias": False},
-    ),
     "Llama-3.2-1B-Instruct": (
         "Llama",
         sizes(2048, 8192, 16, 32, 8, 128_256, 131_072)
@@ -238,17 +200,12 @@ PUBLISHED = {  # name: class, fields
             "use_sliding_window": False,
         },
     ),
-    "gemma-3-270m": (
-        "Gemma3Text",
-        GEMMA3
-        | sizes(640, 2048, 18, 4, 1, 262_144, 32768)
-        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False},
-    ),
-    "gemma-3-1b-it": (
-        "Gemma3Text",
-        GEMMA3 | sizes(1152, 6912, 26, 4, 1, 262_144, 32768) | {"sliding_window_pattern": 6, "eos_token_id": [1, 106]},
-    ),
     "gemma-3-27b-it": ("Gemma3Text", GEMMA3_27B),
+    "gemma-3-4b-it": (  # its text_config leaves out all other fields
+        "Gemma3Text",
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    ),
     "Olmo-3-7B-Think": (
         "Olmo3",
         sizes(4096, 11008, 32, 32, 32, 100_278, 65536) | OLMO3 | {"rope_scaling": YARN, "rope_theta": 500_000},
@@ -346,12 +303,7 @@ KINDS = {"sliding_window": 7, "layer_types": [FULL, SLIDING] * 2 + [FULL]}
 KINDS["rope_parameters"] = {FULL: ROPE["rope_parameters"], SLIDING: {"rope_theta": 3e3, "rope_type": "default"}}
 OTHERS = {  # fields of each class that are not its defaults
     "Qwen3": ROPE | {"head_dim": 10, "tie_word_embeddings": True},
-    "Qwen3Moe": ROPE
-    | {
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    },
+    "Qwen3Moe": ROPE | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "Qwen2": ROPE,
     "Llama": ROPE,
     "SmolLM3": ROPE | {"no_rope_layer_interval": 2, "tie_word_embeddings": False},
@@ -364,11 +316,7 @@ OTHERS = {  # fields of each class that are not its defaults
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 10,
         "linear_conv_kernel_dim": 3,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 3e3,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3e3, "partial_rotary_factor": 0.5},
     },
 }
 

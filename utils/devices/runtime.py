@@ -14,9 +14,7 @@ from pathlib import Path
 
 import jax
 
-from utils.settings.errors import UserError
-
-FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and plenty
+MANY_FILES = 1024  # open at a time
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
@@ -31,15 +29,15 @@ def prepare(model_dir: str = "") -> None:
 
     JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. A small model in
     `model_dir` is compiled faster. A preset may call this before the command does.
-
-    Raises: UserError if the process may open too few files.
     """
-    open_closed_streams()
-    raise_file_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir:
-        keep_programs(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo")
+        if not jax.config.jax_compilation_cache_dir:
+            keep_programs(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo")
     set_tpu_options()
     if runs_on_cpu():
         add_options("XLA_FLAGS", CPU_OPTIONS)
@@ -96,45 +94,12 @@ def cuda_capability(device: jax.Device | None) -> float:
     return float(text) if text.replace(".", "").isdigit() else 0.0
 
 
-def open_closed_streams() -> None:
-    """Opens the null device for standard streams that were closed (`>&-`).
-
-    Otherwise the next file that is opened takes the stream's number, and what libraries print is written into it.
-    """
-    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free, which is this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for as long as the process lives)
-
-
-def raise_file_limit() -> None:
-    """Raises the soft limit of open files to MANY_FILES if the hard limit allows that.
-
-    Raises: UserError if even FEW_FILES are too many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_low = soft != resource.RLIM_INFINITY and soft < MANY_FILES
-    if is_low:
-        soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if is_low and soft < FEW_FILES:
-        raise UserError(
-            f"this process may open only {soft} files: raise the limit, for example by `ulimit -n {MANY_FILES}`"
-        )
-
-
 def keep_memory(model_dir: str) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
-    LARGE temporaries are excepted. Smaller arrays would take the space of a freed one, so the next one would not fit
-    there, and the heap would grow: with 135M parameters an update peaked at 9 GB, now at 5. Their pages are zeroed each
-    time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
-
-    Threads that compile wait for one another at the lock of a single arena, a fifth of the CPU time of a cold start.
-    Only a SMALL model gets several: larger temporaries would be fresh pages in all but the first.
+    LARGE temporaries are excepted: smaller arrays would take the space of a freed one, and the heap would grow (with
+    135M parameters an update peaked at 9 GB, now at 5). A SMALL model gets several arenas, since threads that compile
+    wait for one another at the lock of one; larger temporaries would be fresh pages in all but the first.
     """
     files = glob.glob(f"{glob.escape(os.path.expanduser(model_dir))}/model*.safetensors")
     num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))

@@ -44,28 +44,20 @@ class Layout:
     @property
     def device_kinds(self) -> str:
         """Kind and number of the devices, in words."""
-        devices = self.mesh.devices.flat
-        num_processes = jax.process_count()
-        processes = f" of {num_processes} processes" if num_processes > 1 else ""
-        return f"{devices[0].device_kind} x {len(devices)}{processes}"
+        processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        return f"{self.mesh.devices.flat[0].device_kind} x {self.mesh.size}{processes}"
 
     def describe_devices(self, params: PyTree) -> str:
         """Returns devices, mesh, and the size of the parameters on each device, in words."""
-        text = self.device_kinds
-        axes = [f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1]
-        if not axes:
-            return text
-        num_bytes = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
-        return f"{text} ({', '.join(axes)}; {num_bytes / 1e6:,.0f} MB of parameters on each)"
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1)
+        size = f"{bytes_on_device(params) / 1e6:,.0f} MB of parameters on each"
+        return f"{self.device_kinds} ({axes}; {size})" if axes else self.device_kinds
 
     def check_mesh_axes(self, params: PyTree, axes: Sequence[str] = ("fsdp", "tp")) -> None:
         """Raises UserError when one of these axes shards no parameter: then they would be whole on its devices."""
-        used = set()
-        for x in jax.tree.leaves(params):
-            used.update(x.sharding.spec)
+        used = {axis for x in jax.tree.leaves(params) for axis in x.sharding.spec}
         for axis in set(axes) - used:
-            size = self.mesh.shape[axis]
-            if size > 1:
+            if (size := self.mesh.shape[axis]) > 1:
                 raise UserError(
                     f"--mesh {axis}={size} shards no parameter of this model, because none has a size divisible by "
                     f"{size}: give {axis} a smaller divisor, and the remaining devices to --mesh data=..."
@@ -98,8 +90,7 @@ class Layout:
     def device_memory(self) -> int:
         """Returns the bytes that JAX may use on each device; on CPU, each device's share of the machine's."""
         stats = self.mesh.local_devices[0].memory_stats() or {}
-        share = self.host_memory // len(self.mesh.local_devices)
-        return stats.get("bytes_limit", share)
+        return stats.get("bytes_limit", self.host_memory // len(self.mesh.local_devices))
 
     @property
     def host_memory(self) -> int:
@@ -111,8 +102,7 @@ class Layout:
         """Returns the peak of bytes in use, on the fullest device of this process; on CPU, by the process itself."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices]
         unit = 1 if sys.platform == "darwin" else 1024
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return max(peaks) or resident
+        return max(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     @property
     def is_main(self) -> bool:
@@ -124,9 +114,7 @@ class Layout:
 
         For `rollout` weights fsdp is left out: sharded weights would be gathered again for every token.
         """
-        if rollout:
-            axes = [None if axis == "embed" else axis for axis in axes]
-        return sharding_of(self.mesh, shape, axes)
+        return sharding_of(self.mesh, shape, [None if rollout and axis == "embed" else axis for axis in axes])
 
     def with_tp(self, size: int) -> Self:
         """Returns the same devices in the same order, `size` of them along tp: more are taken from fsdp."""
@@ -175,23 +163,17 @@ class Layout:
 
     def process_share(self, num_items: int, group_size: int = 1) -> range:
         """Returns the items that this process works on: whole groups."""
-        count = jax.process_count()
-        index = jax.process_index()
-        groups = num_items // group_size
-        return range(groups * index // count * group_size, groups * (index + 1) // count * group_size)
+        index, groups = jax.process_index(), num_items // group_size
+        return range(*(groups * i // jax.process_count() * group_size for i in (index, index + 1)))
 
     def share(self, work: Callable[[range], list[JSON]], num_items: int, group_size: int = 1) -> list[JSON]:
         """Returns the results of `work` for all items; each process does its share, and all get all results."""
         if jax.process_count() == 1:
             return work(range(num_items))
         text = json.dumps(work(self.process_share(num_items, group_size))).encode()
-        sizes = multihost_utils.process_allgather(np.int64(len(text)))
-        padded = text.ljust(int(sizes.max()), b" ")
-        gathered = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
-        results = []
-        for row in gathered:
-            results += json.loads(row.tobytes())
-        return results
+        size = int(multihost_utils.process_allgather(np.int64(len(text))).max())
+        rows = multihost_utils.process_allgather(np.frombuffer(text.ljust(size, b" "), np.uint8))
+        return [result for row in rows for result in json.loads(row.tobytes())]
 
     def gather_values(self, value: JSON) -> list[JSON]:
         """Returns the values of all processes, in their order."""
@@ -207,27 +189,20 @@ def bytes_on_device(tree: PyTree) -> int:
 
     An array that stands there twice is held once.
     """
-    total = 0
-    for x in {id(x): x for x in jax.tree.leaves(tree)}.values():
-        shard = x.sharding.shard_shape(x.shape)
-        total += math.prod(shard) * x.dtype.itemsize
-    return total
+    arrays = {id(x): x for x in jax.tree.leaves(tree)}.values()
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
 def on_each(
-    mesh: Mesh | None,
-    f: Callable[[PyTree, PyTree], PyTree],
-    weights: PyTree,
-    rows: PyTree,
-    table: PyTree = None,
+    mesh: Mesh | None, f: Callable[[PyTree, PyTree], PyTree], weights: PyTree, rows: PyTree, table: PyTree = None
 ) -> PyTree:
     """Returns f(weights, rows) under shard_map, on each device's rows and its fsdp shard of the weights, inside of jit.
 
     f calls `gather` when it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
-    summed. For TPU it sends pieces of weights around and keeps running sums of their products in bfloat16. The gradient
-    of the head was summed whole on every device. Rows that do not divide are filled up with zeros.
+    summed: for TPU it keeps running sums in bfloat16, and it summed the gradient of the head whole on every device.
+    Rows that do not divide are filled up with zeros. `tp` is left to XLA.
 
-    `table`: shapes and logical axes of the weights; None: they are whole. What concerns `tp` is left to XLA.
+    `table`: shapes and logical axes of the weights; None: they are whole.
     """
     shards = 1 if mesh is None else num_shards(mesh, "rows")
     if shards == 1:
@@ -263,8 +238,8 @@ def is_on_each() -> bool:
 def gather(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Returns a whole float32 weight of this shape that fsdp shards, rounded to this dtype, inside of `on_each`.
 
-    The weight is sent in that dtype, and is then float32 again, so that its gradients are summed in float32. Gradients
-    are summed on a device first, then over all devices, and each keeps its part. A whole weight stays as it is.
+    It is sent in that dtype, and is then float32 again, so that gradients are summed in float32; each device keeps its
+    part of their sum. A whole weight stays as it is.
     """
     is_cut = [size != whole for size, whole in zip(x.shape, shape, strict=True)]
     return gather_along(x, is_cut.index(True), dtype) if any(is_cut) else x
@@ -329,8 +304,7 @@ def sharding_of(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Returns `x` sharded along these logical axes (of its first dimensions), inside of jit; as it is without a mesh.
 
-    Left to itself, the compiler gathers the batch and shards the products by the weights' fsdp. Each device would then
-    compute the attention and the logits of all rows.
+    Left to itself, the compiler gathers the batch, and each device computes the attention and the logits of all rows.
     """
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Manual in mesh.axis_types:  # inside of `on_each`
@@ -357,5 +331,4 @@ def zeros_of(params: PyTree, dtype: str) -> PyTree:
 @partial(jax.jit, static_argnums=(0, 1))
 def zeros(shapes: Sequence[jax.ShapeDtypeStruct], dtype: str) -> list[jax.Array]:
     """Returns zeros of this type, laid out as the shapes are: as one program, not one for each array."""
-    arrays = [jnp.zeros(x.shape, dtype) for x in shapes]
-    return [jax.lax.with_sharding_constraint(x, shape.sharding) for x, shape in zip(arrays, shapes, strict=True)]
+    return [jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), x.sharding) for x in shapes]

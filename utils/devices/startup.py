@@ -57,9 +57,7 @@ class DeviceConfig:
 
 
 def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
-    """Joins the other processes, if there are some, and lays all devices out as a mesh.
-
-    A small model in `model_dir` is compiled faster, by `keep_memory`.
+    """Joins the other processes, if there are some, and lays all devices out as a mesh; `model_dir`: see `prepare`.
 
     Raises: UserError when there is no device of JAX_PLATFORMS, or the mesh does not fit the devices.
     """
@@ -69,9 +67,7 @@ def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
 def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
     """Returns the meshes that train and that sample rollouts: the same one, unless several devices sample ahead.
 
-    Then the devices of --mesh, the first ones, train, and the others sample.
-
-    Raises: UserError, as `make_layout`, and if rollouts cannot be sampled ahead on these devices.
+    Then the devices of --mesh, the first ones, train. Raises: UserError as `make_layout` and `check_ahead`.
     """
     devices = join_devices(model_dir)
     num_training = math.prod(parse_mesh(config.mesh).values()) if config.mesh else 0
@@ -80,17 +76,14 @@ def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> t
     if not is_ahead or len(devices) == 1:
         layout = arrange_mesh(config, devices)
         return layout, layout
-    layout = arrange_mesh(config, devices[:num_training])
-    num_rollout = len(devices) - num_training
+    layout, others = arrange_mesh(config, devices[:num_training]), devices[num_training:]
     tp = config.rollout_tp or layout.mesh.shape["tp"]
-    if num_rollout % tp:
-        flag = "--rollout_tp" if config.rollout_tp else "--mesh"
+    if len(others) % tp:
         raise UserError(
-            f"--mesh {config.mesh} leaves {counted(num_rollout, 'device')} to sample, no multiple of the tp={tp} of "
-            f"{flag}: give sizes that leave a multiple of it"
+            f"--mesh {config.mesh} leaves {counted(len(others), 'device')} to sample, no multiple of the tp={tp} of "
+            f"{'--rollout_tp' if config.rollout_tp else '--mesh'}: give sizes that leave a multiple of it"
         )
-    mesh = f"data={num_rollout // tp},tp={tp}"
-    return layout, arrange_mesh(replace(config, mesh=mesh), devices[num_training:])
+    return layout, arrange_mesh(replace(config, mesh=f"data={len(others) // tp},tp={tp}"), others)
 
 
 def check_ahead(num_training: int, num_devices: int) -> None:
@@ -131,20 +124,19 @@ def find_devices() -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:
         platform = jax.config.jax_platforms
         jax.config.update("jax_platforms", "")
-        available = sorted({device.platform for device in jax.devices()})
+        available = ", ".join(sorted({device.platform for device in jax.devices()}))
         advice = f": {INSTALL[platform]}, or leave it out" if platform in INSTALL else ""
-        reason = f" ({describe_error(error)})" if str(error) else ""
-        message = f"JAX_PLATFORMS={platform}: JAX finds no such device here{reason}, but {', '.join(available)}"
-        raise UserError(message + advice) from error
+        raise UserError(
+            f"JAX_PLATFORMS={platform}: JAX finds no such device here ({describe_error(error)}), but "
+            f"{available}{advice}"
+        ) from error
 
 
 @cache
 def join_processes() -> None:
-    """Joins the other processes of the job, which JAX finds in its own variables or in the cluster's.
+    """Joins the other processes of the job, which JAX finds in its own variables or in the cluster's, once.
 
-    A TPU host outside of a cluster is a process of its own. Runs once: a preset may need devices before the command.
-
-    Raises: UserError when the variables together do not give all that is needed.
+    A TPU host outside of a cluster is alone. Raises: UserError if the variables do not give all that is needed.
     """
     named = {name: os.environ[variable] for name, variable in PROCESS.items() if os.environ.get(variable)}
     num_started, num_here = started_processes()
@@ -188,9 +180,8 @@ def ending_together() -> Iterator[None]:
     """Ends all processes of a job when the block, a whole program, ends one of them by an error.
 
     Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; if that breaks
-    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
-
-    What was imported until here stays: collections pass it over, the one at the end of the program too.
+    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds. Garbage collections pass
+    over what was imported until here.
     """
     gc.freeze()
     gc.enable()  # commands disable it while they import
@@ -198,22 +189,18 @@ def ending_together() -> Iterator[None]:
         yield
     except BaseException as error:
         is_exit = isinstance(error, SystemExit)
-        is_success = is_exit and not error.code
-        if is_success or not jax.distributed.is_initialized():
+        if (is_exit and not error.code) or not jax.distributed.is_initialized():
             raise
         if not is_exit:
             traceback.print_exc()
         print(f"process {jax.process_index()} of {jax.process_count()} ends, and so do the others", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        has_status = is_exit and isinstance(error.code, int)
-        os._exit(error.code if has_status else 1)
+        os._exit(error.code if is_exit and isinstance(error.code, int) else 1)
 
 
 def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[str, int]:
     """Returns the devices on each axis: by --mesh if it is given; if not, by --sharding, with a copy in each slice.
-
-    Slices are joined by a slower network: hosts with GPUs, or TPU slices.
 
     Raises: UserError for a mesh that cannot be read or does not fit the devices.
     """

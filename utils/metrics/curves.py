@@ -81,12 +81,7 @@ def is_share(name: str) -> bool:
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """Returns the mean of the finite ones of each value and the WINDOW - 1 before it; NaN if the value is."""
-    end = np.arange(len(values)) + 1
-    start = np.maximum(end - WINDOW, 0)
-    is_finite = np.isfinite(values)
-    finite_values = np.where(is_finite, values, 0)
-    sums = np.append(0, np.cumsum(finite_values))
-    counts = np.append(0, np.cumsum(is_finite))
-    window_sums = sums[end] - sums[start]
-    window_counts = counts[end] - counts[start]
-    return np.where(is_finite, window_sums / np.maximum(window_counts, 1), np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(np.append([np.nan] * (WINDOW - 1), values), WINDOW)
+    is_finite = np.isfinite(windows)
+    means = np.where(is_finite, windows, 0).sum(axis=1) / np.maximum(is_finite.sum(axis=1), 1)
+    return np.where(np.isfinite(values), means, np.nan)

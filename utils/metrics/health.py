@@ -1,7 +1,7 @@
 """Health checks of a run's metrics: a warning in words, with settings to try."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -50,8 +50,11 @@ SYMPTOMS = (
             "lower --lr"),
     Symptom("grad_norm", lambda now, start, recent: now > 10 * max(start, recent) > 0,
             "the gradient norm is {now:.2g}, usually {recent:.2g}: lower --lr or --max_grad_norm if it stays"),
+    Symptom("update_norm", lambda now, *_: now > 0.25,
+            "the updates of the step changed the weights by {now:.0%} of their norm: lower --lr"),
 )  # fmt: skip
-MISLEADING = ("env/groups_without_signal", "env/finished")  # what they advise does not help after a collapse
+JUMPS = ("update_norm", "approx_kl")  # once a policy has jumped, advice on problems and lengths does not help
+MISLEADING = ("env/groups_without_signal", "env/finished")
 
 
 class HealthChecks:
@@ -60,16 +63,13 @@ class HealthChecks:
     def __init__(self):
         self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in SYMPTOMS}
         self.last_seen: dict[str, int] = {}
-        self.collapse = Collapse()
 
     def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
         present = self.find_symptoms(metrics)
-        num_failed = sum(metrics.get(f"env/reward_{kind}") or 0 for kind in ("errors", "timeouts"))
-        if num_failed > metrics.get("rollout/num_rollouts", math.inf) / 2:
+        if num_failed(metrics) > metrics.get("rollout/num_rollouts", math.inf) / 2:
             present.pop("env/groups_without_signal", None)  # their rewards are equal for want of any
-        present = self.collapse.find(step, metrics) | present
-        if self.collapse.has_come:
+        if any(name in self.last_seen or name in present for name in JUMPS):
             present = {metric: words for metric, words in present.items() if metric not in MISLEADING}
         is_new = {metric: step - self.last_seen.get(metric, -QUIET - 1) > QUIET for metric in present}
         self.last_seen |= dict.fromkeys(present, step)
@@ -83,77 +83,19 @@ class HealthChecks:
         for metric, is_present, words in SYMPTOMS:
             if metrics.get(metric) is None:
                 continue
-            now = float(metrics[metric])
-            past = self.history[metric]
-            start = median(past[:START] or [now])
-            recent = median(past[-2 * QUIET :] or [now])
+            now, past = float(metrics[metric]), self.history[metric]
+            if metric == "update_norm":
+                now /= metrics.get("param_norm") or math.inf
+            start, recent = (median(values or [now]) for values in (past[:START], past[-2 * QUIET :]))
             if is_present(now, start, recent):
                 present[metric] = words.format(now=now, start=start, recent=recent, same=same, advice=advice)
             past.append(now)
         return present
 
 
-class Collapse:
-    """Looks for updates that change the policy too much, and for a return that falls within a step or two of one.
-
-    A collapse differs from noise in two ways. The fall is large against the last steps and the standard error of a
-    batch. And the policy's jump left a trace: a large update or KL in the steps before, or another length or entropy
-    since.
-    """
-
-    def __init__(self):
-        self.steps: list[tuple[int, Mapping[str, JSON]]] = []  # the last ones before the collapse
-        self.has_come = False  # and rewards are not back yet
-
-    def find(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
-        """Returns a sentence for a large update of this step, and for a return that has fallen, by metric."""
-        now = metrics.get("env/return")
-        if now is None:
-            return {}
-        found = {}
-        if is_large_update(metrics):
-            share = metrics["update_norm"] / metrics["param_norm"]
-            found["update_norm"] = (
-                f"the update of step {step} changed the weights by {share:.0%} of their norm: lower --lr"
-            )
-        before = [metrics for _, metrics in self.steps]
-        level = median([past["env/return"] for past in before[-START:]] or [now])
-        fall = level - now
-        is_large = fall > 0.7 * abs(level) and fall > 3 * largest_error(metrics, *before[-START:])
-        is_lowest = all(now < past["env/return"] for past in before)
-        has_fallen = is_large and is_lowest and has_jumped(metrics, before[-START:])
-        follows_large = bool(before) and is_large_update(before[-1])
-        is_back = fall <= 0.5 * abs(level) and (metrics.get("env/groups_without_signal") or 0.0) <= 0.9
-        self.has_come = not is_back and (self.has_come or has_fallen or follows_large)
-        if not self.has_come:
-            self.steps = [*self.steps, (step, metrics)][-2 * QUIET :]
-        elif is_large:
-            level, now = (format_value("env/return", value) for value in (level, now))
-            last = self.steps[-1][0]
-            found["env/return"] = f"the return fell from {level} to {now} after the update of step {last}: lower --lr"
-        return found
-
-
-def is_large_update(metrics: Mapping[str, JSON]) -> bool:
-    """True if the updates of a step changed the weights by more than a quarter of their norm."""
-    return (metrics.get("update_norm") or 0.0) > 0.25 * (metrics.get("param_norm") or math.inf)
-
-
-def largest_error(*steps: Mapping[str, JSON]) -> float:
-    """Returns the largest standard error that the mean reward of one of these steps can have: half the spread / √n."""
-    return max(0.5 * (x.get("env/return_spread") or 0.0) / x.get("rollout/num_rollouts", 1) ** 0.5 for x in steps)
-
-
-def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]) -> bool:
-    """True if the policy of a step is far from that of the steps before."""
-    for past in before:
-        if is_large_update(past) or (past.get("approx_kl") or 0.0) > 0.1:
-            return True
-    for name in ("env/length", "entropy"):
-        values = [past[name] for past in before if past.get(name)]
-        if values and metrics.get(name) and not 0.5 < metrics[name] / median(values) < 2:
-            return True
-    return False
+def num_failed(metrics: Mapping[str, JSON]) -> float:
+    """Returns the replies of a step whose reward raised or took too long."""
+    return (metrics.get("env/reward_errors") or 0) + (metrics.get("env/reward_timeouts") or 0)
 
 
 def describe_same(reward: float | None, spread: float | None) -> str:
@@ -163,32 +105,29 @@ def describe_same(reward: float | None, spread: float | None) -> str:
 
 def advise_equal(metrics: Mapping[str, JSON]) -> str:
     """Returns what to try if the rewards of groups are equal, by the cause that the step's metrics show."""
-
-    def mean(name: str) -> float:
-        value = metrics.get(f"env/{name}")
-        return math.nan if value is None else float(value)
-
-    number = metrics.get("rollout/num_rollouts") or math.nan
-    failed = (metrics.get("env/reward_errors") or 0) + (metrics.get("env/reward_timeouts") or 0)
+    names = ("correct_answer", "finished", "format")
+    correct, finished, has_format = (
+        math.nan if metrics.get(f"env/{name}") is None else float(metrics[f"env/{name}"]) for name in names
+    )
+    failed, number = num_failed(metrics), metrics.get("rollout/num_rollouts") or math.nan
     if failed > number / 10:
         return f"the reward failed for {failed:.0f} of {number:.0f} replies: see reward_failures.jsonl"
-    if mean("correct_answer") > 0.9:
-        return f"{mean('correct_answer'):.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
-    if metrics.get("env/return_spread") == 0 and mean("return") != 0:
+    if correct > 0.9:
+        return f"{correct:.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
+    if metrics.get("env/return_spread") == 0 and metrics.get("env/return"):
         return f"the reward is the same whatever the reply, or so it seems: {TRY} shows what it gives to other replies"
-    if mean("correct_answer") > 0.1:
+    if correct > 0.1:
         return "all fail in some and all succeed in others: a larger --group_size, or problems of middle difficulty"
-    if mean("finished") < 0.5:
-        return f"only {mean('finished'):.0%} of the replies end before the limit: raise --num_generation_tokens"
-    if mean("format") < 0.1:
+    if finished < 0.5:
+        return f"only {finished:.0%} of the replies end before the limit: raise --num_generation_tokens"
+    if has_format < 0.1:
         return (
-            f"{1 - mean('format'):.0%} of the replies give no answer in the asked form: {TRY} shows both; ask for it "
-            "in the prompt, teach it by core/sft.py, or set another --env_options form=..."
+            f"{1 - has_format:.0%} of the replies give no answer in the asked form: {TRY} shows both; ask for it in "
+            "the prompt, teach it by core/sft.py, or set another --env_options form=..."
         )
-    if mean("format") >= 0.1:
-        few = "hardly one" if mean("correct_answer") > 0 else "none"
+    if has_format >= 0.1:
         return (
-            f"{mean('format'):.0%} of the replies give an answer in the asked form and {few} is right: "
-            f"{HARD}, unless the grader refuses right ones, which {TRY} shows"
+            f"{has_format:.0%} of the replies give an answer in the asked form and hardly one is right: {HARD}, unless "
+            f"the grader refuses right ones, which {TRY} shows"
         )
     return f"{TRY} shows what the reward gives; where the replies are wrong, {HARD}"

@@ -1,8 +1,7 @@
-"""Reads JSON that a full disk, a bad block or another program may have damaged: whole files, and files of lines."""
+"""Reads and makes JSON without numbers that it lacks: whole files, and files of lines."""
 
 import json
 import math
-import reprlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,23 +31,16 @@ def read_json(path: str | Path) -> dict[str, JSON]:
     with open(path, "rb") as file:
         text = file.read()
     try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): correct it, or copy it again") from error
-    if not isinstance(value, dict):
-        raise UserError(
-            f"{path} holds {reprlib.repr(value)}, not an object with names and values: correct it, or copy it again"
-        )
-    return value
+        return dict(parse_json(text))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is not JSON with names and values ({error}): correct it, or copy it again") from error
 
 
 def read_lines(path: str | Path, key: str = "") -> Iterator[tuple[bytes, dict[str, JSON]]]:
     """Yields each line of a file with one object a line: as it is written (with its end), and the object.
 
-    Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
-    that a killed process leaves at the end is skipped silently.
-
-    Raises: OSError.
+    Lines that are no object with `key` are skipped with a warning; silently, the half line that a kill leaves at the
+    end. Raises: OSError.
     """
     damaged: list[int] = []
     with open(path, "rb") as file:
@@ -57,13 +49,12 @@ def read_lines(path: str | Path, key: str = "") -> Iterator[tuple[bytes, dict[st
                 value = parse_json(line)
             except ValueError:
                 value = None
-            if isinstance(value, dict) and (not key or type(value.get(key)) is int):
+            if isinstance(value, dict) and (not key or key in value):
                 yield line, value
             elif line.endswith(b"\n"):
                 damaged.append(number)
     if damaged:
-        count = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
-        print(f"warning: {path}: {count} skipped (line {damaged[0]})", file=sys.stderr)
+        print(f"warning: {path}: {len(damaged)} damaged lines skipped (line {damaged[0]})", file=sys.stderr)
 
 
 def json_value(value: Loggable) -> JSON:

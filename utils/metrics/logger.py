@@ -6,13 +6,11 @@ The files belong to the run, so a full disk stops it; a sink never stops it.
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import shutil
 import statistics
 import sys
-import time
 import unicodedata
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,14 +67,9 @@ class Logger(contextlib.AbstractContextManager):
         test_interval: int = 0,
         sinks: Sequence[GuardedSink] = (),
     ):
-        self.num_steps = num_steps
-        self.test_interval = test_interval
+        self.num_steps, self.test_interval, self.sinks = num_steps, test_interval, sinks
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
-        self.test_time = 0.0  # seconds of the last evaluation, without those that XLA compiled
-        self.columns: dict[str, list[str]] = {"step": [], "test": []}  # metrics in lines, which keep their places
-        self.last_line = math.inf  # by the clock
-        self.longest_gap = 0.0  # seconds between two steps, for models and pictures that are written
-        self.sinks = sinks
+        self.test_time = 0.0  # seconds of the last evaluation
         self.health_checks = HealthChecks()
         self.step = 0  # last one that was logged
         self.files: dict[str, TextIO] = {}
@@ -92,11 +85,10 @@ class Logger(contextlib.AbstractContextManager):
     def log(self, step: int, metrics: Mapping[str, Loggable]) -> None:
         """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
         self.step = int(step)
-        record = {"global_step": self.step}
-        record |= {name: json_value(value) for name, value in metrics.items()}
+        record = {"global_step": self.step} | {name: json_value(value) for name, value in metrics.items()}
         self.write("metrics.jsonl", record)
         for sink in self.sinks:
-            sink.log(self.step, record)
+            sink.attempt("log", self.step, record)
 
     def write(self, name: str, record: Mapping[str, JSON]) -> None:
         """Appends a line to a file of the run. Raises: OSError."""
@@ -113,59 +105,52 @@ class Logger(contextlib.AbstractContextManager):
         self.note(step, metric, text)
 
     def note(self, step: int, metric: str, text: str) -> None:
-        """Keeps a sentence about a metric in events.jsonl."""
+        """Keeps a sentence about a metric in events.jsonl, which the report marks on its curve."""
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a line of the step, one of the held-out problems if they were evaluated, and warnings."""
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
-        training = summary(f"step {place}", TRAINING, metrics, self.columns["step"])
-        held_out = summary(f"test {place}", HELD_OUT, metrics, self.columns["test"])
-        if "times/test" in metrics:
-            self.test_time = running_time(metrics, "times/test")
+        training = summary(f"step {place}", TRAINING, metrics)
+        held_out = summary(f"test {place}", HELD_OUT, metrics)
+        self.test_time = metrics.get("times/test", self.test_time)
         if training or not held_out:
             print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]).rstrip(), flush=True)
         if held_out:
-            cells = [f"{metrics['times/test']:>5.1f}s"] if "times/test" in metrics else []
+            cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
             print("  ".join([held_out, *cells]).rstrip(), flush=True)
         for metric, warning in self.health_checks.find_warnings(step, metrics).items():
             self.warn(step, metric, warning)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the seconds of a step, and an estimate of the time until the end, if these are known."""
+        """Returns the seconds of a step and, after the first one, which compiles, those until the end if known."""
         if "times/step" not in metrics:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
-        self.step_times.append(running_time(metrics, "times/step"))
-        previous, self.last_line = self.last_line, time.perf_counter()
-        gap = self.last_line - previous - metrics["times/step"] - metrics.get("times/test", 0.0)
-        self.longest_gap = max(self.longest_gap, gap)
-        seconds = (self.num_steps - step) * statistics.median_low(self.step_times)
-        interval, last = self.test_interval, self.num_steps - 1
-        num_tests = last // interval - step // interval + 1 if interval else 1  # at intervals, and after the last step
-        seconds += num_tests * self.test_time + self.longest_gap  # one is at the end
-        size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
-        bound = "<" if len(self.step_times) == 1 else ""  # the first step traces programs
-        if step < self.num_steps:
-            cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
+        self.step_times.append(metrics["times/step"])
+        if step < self.num_steps and len(self.step_times) > 1:
+            interval, last = self.test_interval, self.num_steps - 1
+            num_tests = last // interval - step // interval + 1 if interval else 1  # and after the last step
+            seconds = (self.num_steps - step) * statistics.median_low(self.step_times) + num_tests * self.test_time
+            size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
+            cells.append(f"{seconds / size:>3.0f}{unit} left")
         return cells
 
     def sample(self, where: str, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: its step and environment, the prompt, the completion, and its reward."""
-        color = "32" if reward > 0 else "31"
         lines = [
             paint(f"--- {where}: prompt", "2"),
             printable(prompt),
             paint("--- completion", "2"),
             printable(completion),
-            paint(f"--- reward {float(reward):g}", color),
+            paint(f"--- reward {float(reward):g}", "32" if reward > 0 else "31"),
         ]
         print(*lines, sep="\n", flush=True)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Loggable]]) -> None:
-        """Sends example rollouts to the sinks."""
+        """Sends example rollouts, rows of rollouts/step_N.jsonl, to the sinks."""
         for sink in self.sinks:
-            sink.log_rollouts(step, rows)
+            sink.attempt("log_rollouts", step, rows)
 
     def close(self) -> None:
         """Closes the files and the sinks; a slow network delays this by 90 seconds a sink at most."""
@@ -173,40 +158,24 @@ class Logger(contextlib.AbstractContextManager):
             with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `write` raised for
                 file.close()
         for sink in self.sinks:
-            sink.close()
+            sink.attempt("close")
 
     def __exit__(self, *_) -> None:
         self.close()
 
 
-def running_time(metrics: Mapping[str, float], name: str) -> float:
-    """Returns the seconds that a step or an evaluation will take again: without those in which XLA compiled for it.
+def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float]) -> str:
+    """Returns as many metrics as one line has room for, with numbers as in the report; empty if there are none.
 
-    Those of a step with an evaluation are taken off both, which is right for the one that compiled. Programs may be
-    compiled beside each other, for more seconds than have passed: a twentieth is kept.
-    """
-    return max(metrics[name] - metrics.get("times/compile", 0.0), metrics[name] / 20)
-
-
-def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float], columns: list[str]) -> str:
-    """Returns metrics in one line, with numbers as in the report; empty if there are none.
-
-    `columns`, to which new metrics are added while there is room, keep their places: one that a step lacks is blank.
-    A KL of exactly 0 is that of the only update of a step, and makes no column.
+    A KL of exactly 0 is that of the only update of a step, and is left out.
     """
     room = min(LINE_WIDTH, shutil.get_terminal_size((LINE_WIDTH, 0)).columns) - TIME_WIDTH
-    present = {name: float(metrics[name]) for name in labels if name in metrics}
-    for name in present:
-        width = sum(len(label) + width + 3 for label, width in map(labels.get, [*columns, name]))
-        if name not in columns and len(start) + width <= room and (name != "approx_kl" or present[name]):
-            columns.append(name)
     line = start
-    for name in columns:
-        label, width = labels[name]
-        value = f"{label} {format_value(name, present[name]):>{width}}" if name in present else ""
-        cell = f"  {value:{len(label) + width + 1}}"
-        line += cell if len(line + cell) <= room else ""
-    return line if present else ""
+    for name, (label, width) in labels.items():
+        cell = f"  {label} {format_value(name, float(metrics[name])):>{width}}" if name in metrics else ""
+        if len(line + cell) <= room and (name != "approx_kl" or metrics.get(name)):
+            line += cell
+    return line if line != start else ""
 
 
 def truncate(path: Path, last_step: int | None) -> None:
@@ -214,8 +183,7 @@ def truncate(path: Path, last_step: int | None) -> None:
     if not path.exists():
         return
     rows = read_lines(path, key="global_step")
-    lines = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
-    text = b"".join(lines)
+    text = b"".join(line for line, row in rows if last_step is None or row["global_step"] <= last_step)
     if text != path.read_bytes():
         with replacing(path) as file:
             file.write(text)
@@ -227,9 +195,7 @@ def printable(text: str, max_chars: int = 1600) -> str:
     text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in HIDDEN)
     num_dropped = len(text) - max_chars
     if num_dropped > 0:
-        head = text[: max_chars // 2]
-        tail = text[-max_chars // 2 :]
-        text = f"{head}\n[... {num_dropped} characters ...]\n{tail}"
+        text = f"{text[: max_chars // 2]}\n[... {num_dropped} characters ...]\n{text[-max_chars // 2 :]}"
     return text
 
 
@@ -243,26 +209,20 @@ class LossyWriter(io.FileIO):
     """Writes to a descriptor, and drops output that it does not take: reader gone, terminal closed, disk full."""
 
     def write(self, data: memoryview) -> int:
-        try:
+        with contextlib.suppress(OSError):
             return super().write(data)
-        except OSError:
-            return len(data)
+        return len(data)
 
 
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
-    """Drops output inside that would stop the run; metrics.jsonl has the metrics anyway."""
-    streams = (
-        (sys.stdout, contextlib.redirect_stdout),
-        (sys.stderr, contextlib.redirect_stderr),
-    )
+    """Drops output inside that would stop the run, as after Ctrl-C in `... | tee`; metrics.jsonl has it anyway."""
     with contextlib.ExitStack() as stack:
-        for stream, redirect in streams:
+        for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
+            stream = getattr(sys, name)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stream, or none at all
-                raw = LossyWriter(stream.fileno(), "w", closefd=False)
+                writer = io.BufferedWriter(LossyWriter(stream.fileno(), "w", closefd=False))
                 with contextlib.suppress(OSError):
                     stream.flush()
-                buffer = io.BufferedWriter(raw)
-                text = io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True)
-                stack.enter_context(redirect(text))
+                stack.enter_context(redirect(io.TextIOWrapper(writer, stream.encoding, "replace", line_buffering=True)))
         yield

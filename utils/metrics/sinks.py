@@ -1,7 +1,7 @@
 """Sinks of metrics besides metrics.jsonl: wandb, TensorBoard. Their errors never stop a run.
 
-A sink is a class with `log(step, metrics)` and `close()`, and a line in `open_sinks`. Metrics have the same names
-everywhere; only TensorBoard has no "@" in names, so pass@2 is pass_at_2 there.
+A sink is a class with `log(step, metrics)` (JSON values, None if not finite), `log_rollouts(step, rows)` and `close()`,
+and a line in `open_sinks`. Only TensorBoard has other names of metrics: pass@2 is pass_at_2 there.
 """
 
 import math
@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
@@ -30,28 +30,13 @@ class GuardedSink:
     """A sink that is dropped after its first exception, with a warning; `make` makes the one inside."""
 
     def __init__(self, name: str, make: Callable[[], Any]):
-        self.name, self.sink = name, None
-        self.sink = self.attempt(make)
+        self.name, self.sink = name, SimpleNamespace(make=make)
+        self.sink = self.attempt("make")
 
-    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        """Records the metrics of a step: JSON values, None if a number is not finite."""
-        if self.sink:
-            self.attempt(self.sink.log, step, metrics)
-
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
-        """Records example rollouts of a step, rows of rollouts/step_N.jsonl."""
-        if self.sink:
-            self.attempt(self.sink.log_rollouts, step, rows)
-
-    def close(self) -> None:
-        """Finishes what is still being written."""
-        if self.sink:
-            self.attempt(self.sink.close)
-
-    def attempt(self, call: Callable[..., Any], *args: int | Mapping | Sequence) -> Any:
-        """Calls a function of the sink, and drops the sink if that raises."""
+    def attempt(self, method: str, *args: int | Mapping | Sequence) -> Any:
+        """Calls a method of the sink, and drops the sink if that raises."""
         try:
-            return call(*args)
+            return getattr(self.sink, method)(*args) if self.sink else None
         except (Exception, SystemExit) as error:  # of packages whose exceptions are not documented
             self.sink = None
             is_missing = isinstance(error, ModuleNotFoundError)
@@ -64,8 +49,7 @@ def open_sinks(
     config: SinkConfig, directory: Path, settings: Mapping[str, JSON], resume_step: int
 ) -> list[GuardedSink]:
     """Returns the sinks that are switched on; `settings` is the run's configuration, which they show."""
-    sinks = []
-    is_asked = asks_for_wandb(config)
+    sinks, is_asked = [], asks_for_wandb(config)
     if os.environ.get("WANDB_MODE") != "disabled" and (is_asked or has_wandb_login()):
         if not is_installed("wandb"):
             print("wandb: the package is not installed, so this run is not logged there: `pip install wandb`.")
@@ -90,12 +74,11 @@ class Wandb:
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not has_wandb_login(wandb):
+        if mode == "online" and not has_wandb_login():
             print("wandb: no login found (`wandb login`), so this run is recorded offline.")
             mode = "offline"
-        # Seconds. Without finish_timeout, the end of a run waits forever if the network is gone.
-        # quiet: no table of all metrics below the summary of the run.
-        settings_of_wandb = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60, quiet=True)
+        # Without finish_timeout (seconds), the end of a run waits forever if the network is gone.
+        limits = {"init_timeout": 30, "login_timeout": 10, "finish_timeout": 60}
         file = directory / "wandb_id"
         if not file.exists():
             file.write_text(secrets.token_hex(4))
@@ -103,7 +86,7 @@ class Wandb:
         self.run = wandb.init(
             config=dict(settings),
             mode=mode,
-            settings=settings_of_wandb,
+            settings=wandb.Settings(**limits, quiet=True),  # without a table of all metrics at the end
             resume="allow",
             dir=str(directory),
             id=file.read_text(),
@@ -114,19 +97,16 @@ class Wandb:
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
         """Records metrics; those that end in _histogram are drawn over the numbers of their bins."""
-        histograms = {}
-        for name in metrics:
-            if name.endswith("_histogram"):
-                counts = [count or 0.0 for count in metrics[name]]  # None: it was not finite
-                edges = np.arange(len(counts) + 1)
-                histograms[name] = self.wandb.Histogram(np_histogram=(counts, edges))
+        counts = {name: [x or 0.0 for x in metrics[name]] for name in metrics if name.endswith("_histogram")}
+        histograms = {
+            name: self.wandb.Histogram(np_histogram=(x, np.arange(len(x) + 1))) for name, x in counts.items()
+        }
         self.run.log({**metrics, **histograms}, step=step)
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
         data = [[json_value(row[name]) for name in columns] for row in rows]
-        table = self.wandb.Table(columns=columns, data=data)
-        self.run.log({"rollouts": table}, step=step)
+        self.run.log({"rollouts": self.wandb.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -138,10 +118,9 @@ class TensorBoard:
     def __init__(self, directory: Path, resume_step: int):
         from tensorboardX import SummaryWriter
 
-        first_step = resume_step + 1
-        folder = str(directory / "tensorboard")
-        suffix = f".{first_step}"  # without it, a restart within a second would overwrite the file
-        self.writer = SummaryWriter(folder, purge_step=first_step, filename_suffix=suffix)
+        first = resume_step + 1
+        suffix = f".{first}"  # without it, a restart within a second would overwrite the file
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first, filename_suffix=suffix)
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
         for name, value in metrics.items():
@@ -150,10 +129,8 @@ class TensorBoard:
         self.writer.flush()
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
-        texts = []
-        for row in rows:
-            block = textwrap.indent(row["prompt"] + row["text"], "    ")  # literal text in Markdown
-            texts.append(f"return {row['return']:g}\n\n{block}")
+        indented = [textwrap.indent(row["prompt"] + row["text"], "    ") for row in rows]  # literal text in Markdown
+        texts = [f"return {row['return']:g}\n\n{text}" for row, text in zip(rows, indented, strict=True)]
         self.writer.add_text("rollouts", "\n\n".join(texts), step)
         self.writer.flush()
 
@@ -161,14 +138,11 @@ class TensorBoard:
         self.writer.close()
 
 
-def has_wandb_login(wandb: ModuleType | None = None) -> bool:
-    """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer.
-
-    The module reads its server's address from its own settings too; importing it takes half a second.
-    """
+def has_wandb_login() -> bool:
+    """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    address = wandb.setup().settings.base_url if wandb else os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         logins = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):

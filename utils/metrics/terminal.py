@@ -29,23 +29,17 @@ class Wait:
     """A wait, with its progress."""
 
     def __init__(self, name: str, total: int = 0, unit: str = ""):
-        self.name = name
-        self.thread = threading.get_ident()
-        self.total = total
-        self.unit = unit
-        self.done = 0
-        self.num_tokens = 0
+        self.name, self.total, self.unit = name, total, unit
+        self.done = self.num_tokens = 0
         self.compile_seconds = 0.0
-        self.start = time.perf_counter()
+        self.thread, self.start = threading.get_ident(), time.perf_counter()
         self.segments: dict[int, tuple[int, int]] = {}  # finished rows and tokens, by the first row of a chain
 
     def count_rows(self, first_row: int, num_columns: int, lengths: Int[np.ndarray, "B"]) -> None:
         """Counts the finished rows and the tokens of a chain after a segment; `first_row`: number of its first row."""
-        is_finished = lengths <= num_columns
-        num_tokens = np.minimum(lengths, num_columns).sum()
-        self.segments[first_row] = int(is_finished.sum()), int(num_tokens)
-        self.done = sum(rows for rows, _ in self.segments.values())
-        self.num_tokens = sum(tokens for _, tokens in self.segments.values())
+        is_finished, num_tokens = lengths <= num_columns, np.minimum(lengths, num_columns)
+        self.segments[first_row] = int(is_finished.sum()), int(num_tokens.sum())
+        self.done, self.num_tokens = map(sum, zip(*self.segments.values(), strict=True))
 
     @property
     def seconds(self) -> float:
@@ -99,17 +93,17 @@ class Terminal:
         while True:
             time.sleep(PERIOD)
             with self.lock:
-                if not self.waits:
-                    continue
-                # The innermost wait, or of several threads' the last one whose progress is known.
-                innermost = next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
-                wait = self.compiling or innermost
-                outer = next((other for other in self.waits if other.thread == wait.thread), self.waits[0])
-                if wait.seconds > DELAY:
-                    self.show(wait, outer)
+                if self.waits:
+                    self.show()
 
-    def show(self, wait: Wait, outer: Wait) -> None:
-        """Draws a wait behind the name of the outermost one, or writes it if that is due."""
+    def show(self) -> None:
+        """Draws the wait behind the name of the outermost one of its thread, or writes it if that is due."""
+        # The innermost wait, or of several threads' the last one whose progress is known.
+        innermost = next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
+        wait = self.compiling or innermost
+        outer = next((other for other in self.waits if other.thread == wait.thread), self.waits[0])
+        if wait.seconds <= DELAY:
+            return
         text = wait.describe(outer, shutil.get_terminal_size().columns - 1)
         if self.is_screen:
             self.replace_line(text)
@@ -145,28 +139,25 @@ def main_terminal() -> Terminal | None:
 @contextlib.contextmanager
 def waiting(name: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
     """Draws a wait while the block runs, also as a decorator: `with waiting("sampling", 256, "rows") as wait`."""
-    wait = Wait(name, total, unit)
-    screen = main_terminal()
-    if screen:
-        screen.compiling = None  # what was lowered before was perhaps never compiled
-        screen.waits.append(wait)
+    wait, screen = Wait(name, total, unit), main_terminal()
+    if not screen:
+        yield wait
+        return
+    screen.compiling = None  # what was lowered before was perhaps never compiled
+    screen.waits.append(wait)
     try:
         yield wait
     finally:
-        if screen:
-            with screen.lock:
-                screen.waits.remove(wait)
-                screen.replace_line("")
+        with screen.lock:
+            screen.waits.remove(wait)
+            screen.replace_line("")
 
 
 def track(items: Sequence[T], unit: str) -> Iterator[T]:
     """Yields the items, counted by the innermost wait of this thread."""
-    screen = main_terminal()
-    own = [wait for wait in screen.waits if wait.thread == threading.get_ident()] if screen else []
-    wait = own[-1] if own else Wait("")
-    wait.done = 0
-    wait.total = len(items)
-    wait.unit = unit
+    waits = main_terminal().waits if main_terminal() else []
+    wait = next((wait for wait in reversed(waits) if wait.thread == threading.get_ident()), Wait(""))
+    wait.done, wait.total, wait.unit = 0, len(items), unit
     for item in items:
         yield item
         wait.done += 1

@@ -116,10 +116,6 @@ function drawVerdict() {
     const text = `These runs have different tasks (${others.join(", ")} differ): their scores cannot be compared.`;
     find("verdict").append(make("p", { className: "verdict worse", id: "tasks" }, text));
   }
-  for (const { name, kind, text } of data.groups) {
-    const words = make("p", { className: `verdict ${kind}` }, ...prose(text));
-    find("verdict").append(make("div", { className: "card group" }, make("b", {}, visible(name)), words));
-  }
   runs.forEach((run, r) => {
     const name = runs.length > 1 ? make("b", {}, dot(r), visible(run.name)) : null;
     const text = make("p", { className: `verdict ${run.verdict.kind}` }, ...prose(run.verdict.text));

@@ -1,4 +1,4 @@
-"""Verdict on a run in words: what it has learned and by how much, or since when nothing has changed.
+"""Verdict on a run in words: what it has learned and by how much.
 
 It compares held-out scores problem by problem (losses row by row), or by their 95% intervals if only their means are
 known. A run without held-out scores is judged by the returns of its training batches, in blocks of steps.
@@ -27,6 +27,7 @@ TITLES = {
     "test_data/loss": "the loss of held-out replies",
     "data/loss": "the loss of the training batches (means of 5 steps)",
 }
+OPENINGS = {"better": "Learned", "worse": "Worse than before", "same": "Nothing learned that can be shown"}
 MORE = "Hold out more rows: --test_fraction of core/sft.py, or --num_eval_tasks."
 HINT = "Held-out problems would show more: --test_env_name X-test for environment X, dataset-test for own data."
 
@@ -47,35 +48,12 @@ def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     The verdict is on the correct answers if they are logged and have changed; if not, on the return, or on the loss of
     written replies. Without an update there is nothing to compare.
     """
-    held_out = [name for name, _ in MAIN if name in run]
-    held_out += [name for name in LOSS if name in run][:1]
     if made_no_update(run):
-        verdicts = [{"kind": "same", "text": explain_no_update(run)}]
-    else:
-        verdicts = [judge_points(name, points_of(run, name, scores)) for name in held_out or ["env/return"]]
+        return {"kind": "same", "text": explain_no_update(run)}
+    held_out = [name for name, _ in MAIN if name in run] + [name for name in LOSS if name in run][:1]
+    verdicts = [judge_points(name, points_of(run, name, scores)) for name in held_out or ["env/return"]]
     verdict = next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
-    is_known = held_out or made_no_update(run) and num_failed(run)
-    return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
-
-
-def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
-    """Returns the verdict on runs that differ in the seed only, by their mean change; None if there is none.
-
-    Its interval is over the seeds: it predicts the result of another seed.
-    """
-    name = next((name for name, _ in MAIN if all(name in run for run in runs)), "")
-    if len(runs) < 2 or not name:
-        return None
-    scores = [np.array([run[name][1][place] for run in runs]) for place in (0, -1)]
-    steps = [int(runs[0][name][0][place]) for place in (0, -1)]
-    means = [float(x.mean()) for x in scores]
-    first, last = (Point(step, mean, low=mean, high=mean) for step, mean in zip(steps, means, strict=True))
-    half_width = mean_over_runs(name, scores[1] - scores[0]).get(f"{name}_ci", 0.0)
-    change = last.value - first.value
-    ends = (change - half_width, change + half_width) if len(runs) > 2 else ()
-    kind = "open" if not ends else "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
-    few = "" if ends else "; two seeds are too few for an interval"
-    return {"kind": kind, "text": f"Over {len(runs)} seeds {describe_change(name, first, last, ends)}{few}."}
+    return verdict if held_out else verdict | {"text": f"{verdict['text']} {HINT}"}
 
 
 def made_no_update(run: Curves) -> bool:
@@ -84,27 +62,20 @@ def made_no_update(run: Curves) -> bool:
     return len(counts) > 0 and not np.nansum(counts)
 
 
-def num_failed(run: Curves) -> float:
-    """Returns the rollouts whose reward failed, if these are more than half of all."""
-    names = "env/reward_errors", "env/reward_timeouts", "rollout/num_rollouts"
-    errors, timeouts, rollouts = (float(np.nansum(run.get(name, ((), 0))[1])) for name in names)
-    return errors + timeouts if errors + timeouts > rollouts / 2 else 0.0
-
-
 def explain_no_update(run: Curves) -> str:
     """Returns why no step made an update, as far as the rewards show."""
-    if failed := num_failed(run):
+    columns = {name: values for name, (_, values) in run.items()}
+    failed = sum(np.nansum(columns.get(f"env/reward_{kind}", 0)) for kind in ("errors", "timeouts"))
+    if failed > np.nansum(columns.get("rollout/num_rollouts", 0)) / 2:
         return f"Nothing could be learned: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
-    shares, returns, spreads = (
-        run.get(f"env/{name}", ((), np.zeros(1)))[1] for name in ("groups_without_signal", "return", "return_spread")
-    )
-    if not (shares == 1).all():
-        _, finished = run.get("env/finished", ((), np.ones(1)))
-        why = "" if finished.any() else "all completions were truncated by the token limit, and "
-        return f"Nothing learned: {why}no update was made."
-    spread = max(spreads.max(), np.ptp(returns)) if "env/return_spread" in run else None
-    same = describe_same(float(returns[0]), spread)
-    return f"Nothing could be learned: in all groups all rewards were equal{same}, so no update was made."
+    if (columns.get("env/groups_without_signal", np.zeros(1)) == 1).all():
+        returns = columns["env/return"]
+        spread = max(columns["env/return_spread"].max(), np.ptp(returns)) if "env/return_spread" in columns else None
+        same = describe_same(float(returns[0]), spread)
+        return f"Nothing could be learned: in all groups all rewards were equal{same}, so no update was made."
+    was_finished = columns.get("env/finished", np.ones(1)).any()
+    why = "" if was_finished else "all completions were truncated by the token limit, and "
+    return f"Nothing learned: {why}no update was made."
 
 
 def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
@@ -120,39 +91,27 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
         change = describe_change(name, first, last, ())
         return {"kind": "open", "text": f"No verdict: {change}, but nothing shows how much of it is chance. {MORE}"}
     kind = "better" if low > 0 else "worse" if high < 0 else "same"
-    opening = {"better": "Learned", "worse": "Worse than before", "same": "Nothing learned that can be shown"}[kind]
+    opening = OPENINGS[kind]
     # The best of many is chosen by chance, too: by the wider interval.
     if kind != "worse" and min(sign * end for end in independent_difference(last, best)) > 0:
         kind, opening = "worse", "Learned, then lost again"
-    sentences = [f"{opening}: {describe_change(name, first, last, difference(first, last))}."]
+    text = f"{opening}: {describe_change(name, first, last, difference(first, last))}."
     if kind == "worse" and best is not first:
-        sentences.append(f"The best score was {format_value(name, best.value)} at step {best.step}.")
-    flat = flat_since(points)
-    if kind == "same" and flat is not None:
-        sentences.append(f"No score differs from the last beyond the interval of their difference since step {flat}.")
-    return {"kind": kind, "text": " ".join(sentences)}
+        text += f" The best score was {format_value(name, best.value)} at step {best.step}."
+    return {"kind": kind, "text": text}
 
 
 def points_of(run: Curves, name: str, scores: TaskScores) -> list[Point]:
-    """Returns the points of a metric, by evaluations or by blocks of steps."""
-    if not is_held_out(name):
-        return training_points(run, name)
-    ends = intervals(run, name)
-    points = []
-    for step, x in zip(*run[name], strict=True):
-        by_task = scores.get(step, {}).get(name.removeprefix("test_env/"), {})
-        if math.isfinite(x):
-            low, high = ends.get(step, (x, x))
-            points.append(Point(int(step), x, low=low, high=high, by_task=by_task))
-    return points
-
-
-def training_points(run: Curves, name: str) -> list[Point]:
-    """Returns the means of blocks of BLOCK steps, with Student's intervals; steps that fill none are left out."""
+    """Returns the points of a metric: by evaluations, or means of BLOCK steps of training with Student's intervals."""
     steps, values = run.get(name, (np.zeros(0), np.zeros(0)))
-    is_finite = np.isfinite(values)
-    steps, values = steps[is_finite], values[is_finite]
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     points = []
+    if is_held_out(name):
+        ends = intervals(run, name)
+        for step, x in zip(steps, values, strict=True):
+            by_task = scores.get(step, {}).get(name.removeprefix("test_env/"), {})
+            points.append(Point(int(step), x, *ends.get(step, (x, x)), by_task))
+        return points
     for end in range(BLOCK, len(values) + 1, BLOCK):
         estimate = mean_over_runs(name, values[end - BLOCK : end])
         mean, half_width = estimate[name], estimate.get(f"{name}_ci", 0.0)
@@ -193,15 +152,6 @@ def describe_change(name: str, first: Point, last: Point, ends: Sequence[float])
     before, after = (format_value(name, point.value) for point in (first, last))
     size, *ends = (100 * x if is_share(name) else x for x in (last.value - first.value, *ends))  # percentage points
     size, *ends = (f"{x:z.1f}" if is_share(name) else format_value(name, x) for x in (size, *ends))
-    steps = f"{before} at step {first.step} to {after} at step {last.step}"
-    unit = " points" if is_share(name) else ""
-    interval = f" [{', '.join(ends)}]" if ends else ""
-    return f"{TITLES[name]} went from {steps}, a change of {size}{unit}{interval}"
-
-
-def flat_since(points: list[Point]) -> int | None:
-    """Returns the step from which no score differs from the last by `difference`; None if fewer than three do."""
-    ends = [difference(point, points[-1]) for point in points]
-    outside = [i for i, (low, high) in enumerate(ends) if not low <= 0 <= high]
-    start = outside[-1] + 1 if outside else 0
-    return points[start].step if len(points) - start >= 3 else None
+    unit, interval = " points" * is_share(name), f" [{', '.join(ends)}]" * bool(ends)
+    steps = f"from {before} at step {first.step} to {after} at step {last.step}"
+    return f"{TITLES[name]} went {steps}, a change of {size}{unit}{interval}"

@@ -9,8 +9,7 @@ from etils import epath
 from utils.runs.checkpoints import write_errors
 from utils.settings.errors import UserError
 
-# Needed to resume on another machine.
-NEEDED = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "wandb_id")
+NEEDED = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "wandb_id")  # to resume on another machine
 
 
 class Bucket:
@@ -23,8 +22,7 @@ class Bucket:
     def upload(self) -> None:
         """Copies files that are new or changed; a resumed run drops files unknown to its state."""
         for path in self.directory.rglob("*"):
-            name = path.relative_to(self.directory)
-            time_written = path.stat().st_mtime_ns
+            name, time_written = path.relative_to(self.directory), path.stat().st_mtime_ns
             is_hidden = name.parts[0].startswith(".")
             if path.is_file() and not is_hidden and self.uploaded.get(name) != time_written:
                 with write_errors():
@@ -38,10 +36,7 @@ class Bucket:
                 (self.path / name).rmtree()
 
     def download(self) -> None:
-        """Copies the files needed to resume a run: perhaps this machine has never seen it.
-
-        Raises: UserError when the bucket cannot be read.
-        """
+        """Copies the files needed to resume a run. Raises: UserError when the bucket cannot be read."""
         try:
             for name in NEEDED:
                 if (self.path / name).exists():
@@ -53,7 +48,9 @@ class Bucket:
 
 
 def is_bucket(name: str) -> bool:
-    """True if a --save_dir names a bucket."""
+    """True if a --save_dir names a bucket. Raises: UserError for another kind of address."""
+    if "://" in name and not name.startswith(("gs://", "s3://")):
+        raise UserError(f"--save_dir {name}: name a folder, or a bucket by gs:// or s3://")
     return "://" in name
 
 

@@ -4,10 +4,8 @@ import contextlib
 import json
 import logging
 import sys
-import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -23,7 +21,6 @@ from utils.settings.errors import UserError, describe_error
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-UnraisableHook = Callable[["sys.UnraisableHookArgs"], None]
 SavedProgress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
 
@@ -47,7 +44,10 @@ class CheckpointManager:
             return
         import orbax.checkpoint as ocp  # here: neither an error of the options nor the first step waits for it
 
-        silence_orbax()
+        for name in ("absl", "asyncio"):  # which print the tracebacks of errors that Orbax raises as well
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        hook = sys.unraisablehook  # not for threads of tensorstore, which report to a loop that Orbax has closed
+        sys.unraisablehook = lambda x: None if str(x.exc_value) == "Event loop is closed" else hook(x)
         # Of an array that several devices hold, each would write a slice, which XLA compiles for each shape.
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=self.layout.mesh.is_multi_process)
         ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
@@ -95,21 +95,21 @@ class CheckpointManager:
 
         Raises: UserError when there are states, and all of them are damaged.
         """
-        steps = self.steps
-        if not steps:
-            return state, {}
-        abstract = shapes_of(state)
-        jax.tree.map(lambda x: x.delete(), state)
-        damaged: dict[int, str] = {}
+        steps, abstract, reasons = self.steps, shapes_of(state), []
+        if steps:
+            jax.tree.map(lambda x: x.delete(), state)
         for step in steps:
             restored, reason = self.read_step(step, abstract)
             if restored:
-                self.rename_damaged(damaged)
+                for damaged, reason in reasons:
+                    self.set_aside(damaged, reason)
                 return restored
-            damaged[step] = reason
-        reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            reasons.append((step, reason))
+        if not steps:
+            return state, {}
+        text = "; ".join(f"step {step}: {reason}" for step, reason in reasons)
         raise UserError(
-            f"none of the training states in {self.manager.directory} can be read ({reasons}): name another --save_dir"
+            f"none of the training states in {self.manager.directory} can be read ({text}): name another --save_dir"
         )
 
     def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, SavedProgress] | None, str]:
@@ -130,47 +130,22 @@ class CheckpointManager:
             return None, "its checksum is wrong"
         return (restored.state, progress), ""
 
-    def rename_damaged(self, damaged: Mapping[int, str]) -> None:
-        """Renames damaged states, since the run reaches those steps again, and prints a warning."""
-        for step, reason in damaged.items():
-            folder = self.manager.directory / str(step)
-            aside = self.manager.directory / f"{step}.damaged"
-            if self.layout.is_main:
-                print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
-                if aside.exists():
-                    aside.rmtree()
-                folder.rename(aside)
-        if damaged:
-            self.layout.broadcast("renamed")
-            self.manager.reload()
+    def set_aside(self, step: int, reason: str) -> None:
+        """Renames a damaged state, since the run reaches its step again, and prints a warning."""
+        aside = self.manager.directory / f"{step}.damaged"
+        if self.layout.is_main:
+            print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
+            if aside.exists():
+                aside.rmtree()
+            (self.manager.directory / str(step)).rename(aside)
+        self.layout.broadcast("renamed")
+        self.manager.reload()
 
     def checksum(self, state: PyTree, progress: SavedProgress) -> int:
         """Returns a number that depends on every bit of the state, the same on any mesh, and on the progress."""
         numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
         text = json.dumps([numbers, progress], sort_keys=True)
         return zlib.crc32(text.encode())
-
-
-@cache
-def silence_orbax() -> None:
-    """Drops the tracebacks that Orbax, its tasks and its threads print in addition to the error that it raises."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.unraisablehook = without_late_callbacks(sys.unraisablehook)
-
-
-def without_late_callbacks(hook: UnraisableHook) -> UnraisableHook:
-    """Returns a hook without the errors of callbacks that come to an event loop after its end.
-
-    When one of many writes fails, Orbax closes its event loop, to which threads of tensorstore report the others.
-    """
-
-    def of_others(unraisable: "sys.UnraisableHookArgs") -> None:
-        names = [frame.name for frame in traceback.extract_tb(unraisable.exc_traceback)[-2:]]
-        if names != ["call_soon_threadsafe", "_check_closed"]:
-            hook(unraisable)
-
-    return of_others
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from filelock import LeaseSettingsMismatch, OwnerRecord, SoftFileLease, Timeout
+from filelock import SoftFileLease, Timeout
 
 from utils.settings.errors import UserError, on_one_line
 
@@ -16,10 +16,8 @@ SILENCE = 45  # seconds without one after which a holder on another machine coun
 class FolderLock:
     """The lock of a folder, held by this process until `release`: a lease of filelock on the file .lock.
 
-    Its holder touches the file every HEARTBEAT seconds. A file of a process that has ended on this machine is taken
-    over at once. Other files are watched for SILENCE seconds: a touch means that the folder is in use, none that its
-    holder is gone. A holder that was itself frozen for so long finds the file of another process, and `is_lost` becomes
-    true.
+    A file of a process that has ended on this machine is taken over at once. Other files are watched for SILENCE
+    seconds: a touch means that the folder is in use, none that its holder is gone, or stopped.
 
     Raises: UserError naming the process that holds the lock, OSError if the file cannot be written.
     """
@@ -27,23 +25,28 @@ class FolderLock:
     def __init__(self, folder: Path, is_new: bool = False):
         self.path = folder / NAME
         self.is_new = is_new  # this process has made the folder
-        self.lease = SoftFileLease(
-            self.path, lease_duration=SILENCE, heartbeat_interval=HEARTBEAT, thread_local=False, blocking=False
-        )
-        try:
+        settings = {"lease_duration": SILENCE, "heartbeat_interval": HEARTBEAT}
+        self.lease = SoftFileLease(self.path, **settings, thread_local=False, blocking=False)
+        with contextlib.suppress(Timeout):
             self.lease.acquire()
-        except Timeout:
-            self.wait_for_holder(self.lease.owner)
-        except LeaseSettingsMismatch:  # of a version of lmpo with another SILENCE
-            raise UserError(in_use_message(self.path, self.lease.owner)) from None
+        if not self.lease.is_locked:
+            self.wait()
+        if not self.lease.is_locked:
+            raise UserError(
+                f"{folder} is in use by {self.holder}: name another --save_dir, or stop that process first (if it is "
+                f"known to be gone, remove {self.path})"
+            )
 
-    def wait_for_holder(self, holder: OwnerRecord | None) -> None:
-        """Takes the lock over from a holder that sends no heartbeat. Raises: UserError when it sends one."""
-        if holder and is_running_here(holder):
-            raise UserError(in_use_message(self.path, holder))
+    @property
+    def holder(self) -> str:
+        """The process that holds the lock, in words."""
+        owner = self.lease.owner
+        return on_one_line(f"process {owner.pid} on {owner.hostname}") if owner else "another process"
+
+    def wait(self) -> None:
+        """Takes the lock over if its holder sends no heartbeat."""
         first = last_heartbeat(self.path)
-        where = on_one_line(f" on {holder.hostname}") if holder else ""
-        print(f"{self.path.parent} was in use{where}: waiting up to {SILENCE} s for a sign of life", flush=True)
+        print(f"{self.path} is of {self.holder}: waiting up to {SILENCE} s for a sign of life", flush=True)
 
         def is_alive() -> bool:
             return last_heartbeat(self.path) not in (first, 0)
@@ -54,12 +57,10 @@ class FolderLock:
             self.lease.force_break()  # on NFS, which cannot exchange two names, filelock takes no file over
             with contextlib.suppress(Timeout):
                 self.lease.acquire()
-        if not self.lease.is_locked:
-            raise UserError(in_use_message(self.path, self.lease.owner))
 
     @property
     def is_lost(self) -> bool:
-        """True if another process has taken the lock, or removed its file."""
+        """True if another process has taken the lock, as it may if this one was frozen, or removed its file."""
         return self.lease.compromise is not None
 
     def release(self) -> None:
@@ -73,31 +74,8 @@ class FolderLock:
                 folder.rmdir()
 
 
-def is_running_here(holder: OwnerRecord) -> bool:
-    """True if the holder runs on this machine, even if it is stopped; False also if there is no /proc.
-
-    Its start distinguishes it from another process with the same number, as in containers. filelock records the ticks
-    since the start of the machine in the lower 64 bits.
-    """
-    with contextlib.suppress(OSError):
-        state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
-        return state != "Z" and holder.start is not None and holder.start % 2**64 == int(fields[18])
-    return False
-
-
-def in_use_message(path: Path, holder: OwnerRecord | None) -> str:
-    """Returns the sentence for a folder that another process holds."""
-    process = on_one_line(f"process {holder.pid} on {holder.hostname}") if holder else "another process"
-    return (
-        f"{path.parent} is in use by {process}: name another --save_dir, or stop that process first (if it is known to "
-        f"be gone, remove {path})"
-    )
-
-
 def last_heartbeat(path: Path) -> float:
     """Returns the time of the last touch, 0 for a file that is gone; opening it makes NFS ask the server."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
-        return 0.0
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
+    return 0.0

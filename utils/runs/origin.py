@@ -1,4 +1,7 @@
-"""Origin of a run: commit, command, machine, versions and times, kept in config.json beside the settings."""
+"""Origin of a run: commit, command, machine, versions and times, kept in config.json beside the settings.
+
+Its segments are what --resume force changed: {"step": the last one before, "text": the new and the old values}.
+"""
 
 import contextlib
 import importlib.metadata
@@ -7,15 +10,17 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from utils.metrics.curves import Curves
 from utils.metrics.jsonl import JSON, read_json
 from utils.settings.checks import hide_passwords
 from utils.settings.presets import split_origin
 
-FORM = "%Y-%m-%d %H:%M:%S"  # of times, ISO 8601
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S %z"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
+RunSegment = Mapping[str, JSON]
 
 
 class Origin:
@@ -32,7 +37,7 @@ class Origin:
             "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
             "devices": devices,
             "versions": ", ".join([f"python {platform.python_version()}", *versions]),
-            "start": start_of(before),
+            "start": before.get("start") or now(),
         }
         if before.get("segments"):
             self.facts["segments"] = before["segments"]
@@ -59,17 +64,7 @@ def find_cpu() -> str:
 
 def now() -> str:
     """Returns the time of day with its distance from UTC."""
-    return time.strftime(f"{FORM} %z")
-
-
-def start_of(origin: Mapping[str, JSON]) -> str:
-    """Returns when a run began; now if its origin has no such time."""
-    start = str(origin.get("start"))
-    try:
-        time.strptime(start, f"{FORM} %z")
-    except ValueError:
-        return now()
-    return start
+    return time.strftime(TIME_FORMAT)
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
@@ -77,4 +72,20 @@ def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
 
     Raises: UserError for a file that is not JSON.
     """
-    return split_origin(read_json(config_json)) if os.path.lexists(config_json) else ({}, {})
+    return split_origin(read_json(config_json)) if config_json.exists() else ({}, {})
+
+
+def describe_segment(segment: RunSegment) -> str:
+    """Returns a segment in words."""
+    return f"from step {segment['step'] + 1} on: {segment['text']}"
+
+
+def last_break(segments: Sequence[RunSegment]) -> int:
+    """Returns the last step before --resume force changed settings or data; -1: none."""
+    return max((segment["step"] for segment in segments), default=-1)
+
+
+def since(run: Curves, step: int) -> Curves:
+    """Returns the metrics of later steps than this one, those that there are."""
+    later = {name: (steps[steps > step], values[steps > step]) for name, (steps, values) in run.items()}
+    return {name: series for name, series in later.items() if len(series[0])}

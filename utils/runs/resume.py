@@ -1,21 +1,21 @@
 """Comparison of a run's settings with the settings of the run that it resumes."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON, read_json
+from utils.metrics.jsonl import JSON
+from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import OptionField
 from utils.settings.errors import UserError
-from utils.settings.presets import split_origin
 
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
 
 def check_settings(
     file: Path, settings: Mapping[str, Value], resume: str, options: Mapping[str, OptionField]
-) -> dict[str, list[JSON]]:
-    """Compares the settings with those in `file`, of the run that is resumed; returns the old and the new of changes.
+) -> list[str]:
+    """Compares the settings with those in `file`, of the run that is resumed; returns each change in words.
 
     Resumable `options` may differ: devices, speed and files of a run. All others change its results.
 
@@ -23,9 +23,9 @@ def check_settings(
     """
     if resume == "never":
         raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
-    before, _ = split_origin(read_before(file, "settings"))
+    before, _ = read_settings(file)
     if not before:
-        return {}
+        return []
     free = LENGTH if settings["lr_schedule"] == "constant" else ()
     changes = changed_settings(before, settings, options, free)
     advice = "continue with the old ones, give --resume force, or name another --save_dir"
@@ -34,8 +34,7 @@ def check_settings(
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
     gone = [name for name in sorted(before.keys() - settings.keys()) if before[name]]  # of those that were on
     lines += [f"{name} was {before[name]!r} and is no option of this version" for name in gone]
-    refuse_changes(file.parent, "settings", lines, resume, advice)
-    return changes
+    return refuse_changes(file.parent, "settings", lines, resume, advice)
 
 
 def changed_settings(
@@ -53,23 +52,14 @@ def changed_settings(
     }
 
 
-def read_before(file: Path, noun: str) -> dict[str, JSON]:
-    """Returns what the run before has written into a file; empty, with a warning, if that cannot be read."""
-    try:
-        return read_json(file)
-    except (OSError, UserError) as error:
-        print(f"warning: the {noun} are not compared with those of the run before ({error})")
-        return {}
-
-
-def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:
-    """Raises UserError if a run has changed since it was saved; prints the changes if `resume` is "force"."""
-    if not changes:
-        return
+def refuse_changes(folder: Path, noun: str, changes: list[str], resume: str, advice: str) -> list[str]:
+    """Raises UserError if a run has changed since it was saved; prints and returns the changes under "force"."""
     text = "; ".join(changes)
-    if resume != "force":
+    if changes and resume != "force":
         raise UserError(f"{folder} holds a run with other {noun}, {text}: {advice}")
-    print(f"warning: the run goes on with other {noun}:", text)
+    if changes:
+        print(f"warning: the run goes on with other {noun}:", text)
+    return changes
 
 
 def comparable(value: Value) -> Value:

@@ -1,7 +1,6 @@
 """Rollouts a step ahead: by which weights they are drawn, on which devices, and that nothing of it is lost or left."""
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -103,23 +102,6 @@ def test_a_run_that_ended_early_goes_on_as_one_that_never_did(case, wholes, tmp_
     assert_same(tmp_path / "run", wholes(case))
 
 
-@pytest.mark.slow
-def test_resuming_ahead_needs_the_saved_sampling_weights(wholes, tmp_path, monkeypatch):
-    """So that the tests above could fail."""
-    whole = records(wholes("replies"))  # a run that remembers: before the patch, if this test is the first
-    assert train(tmp_path / "run", max_steps=3) == 0
-    restore = grpo.Run.restore
-
-    def forgetful(run, state):
-        state, progress = restore(run, state)
-        return grpo.replace(state, extra=jax.tree.map(lambda x: x * 1.1, state.extra)), progress
-
-    # A run that does not save the weights of the next rollouts.
-    monkeypatch.setattr(grpo.Run, "restore", forgetful)
-    assert train(tmp_path / "run") == 0
-    assert records(tmp_path / "run") != whole
-
-
 @pytest.mark.parametrize("case", ["replies", *slow("turns")])
 @pytest.mark.parametrize("place", ["while they are drawn ahead", "between two copies", *slow("in the rollouts")])
 def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, wholes, tmp_path, monkeypatch, capsys):
@@ -178,19 +160,6 @@ def test_no_rollouts_are_drawn_behind_the_end(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_a_damaged_state_is_set_aside_with_its_weights(wholes, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(wholes("replies"), folder)
-    newest = folder / "state" / str(STEPS)
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 4
-    largest.write_bytes(content)
-    assert train(folder, save_rollouts="all", save_interval=1) == 0
-    assert f"step {STEPS} is damaged" in capsys.readouterr().out
-    assert_same(folder, wholes("replies"))
-
-
 # Devices
 
 
@@ -221,11 +190,7 @@ def test_devices_of_their_own_draw_the_same(tmp_path):
 
 def on_two_meshes(folder: Path) -> None:
     """Trains on fsdp=2 while data=2 draws, and goes on where the first command ended."""
-    flags = {
-        "mesh": "fsdp=2",
-        "save_rollouts": "all",
-        "save_interval": 1,
-    }
+    flags = {"mesh": "fsdp=2", "save_rollouts": "all", "save_interval": 1}
     for steps in (2, 4):
         assert train(folder, **flags, max_steps=steps) == 0
 

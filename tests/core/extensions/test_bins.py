@@ -149,9 +149,9 @@ def test_tasks_of_a_bin_come_once_before_any_again(size, max_groups):
     bins = TaskBins({"a": np.arange(size), "b": np.arange(size, 2 * size)}, 0, group_size=8, max_groups=max_groups)
     drawn, counts = {"a": [], "b": []}, {name: [4.0, 8.0, 0] for name in "ab"}
     for step in range(100):
-        chosen = bins.choose(Progress(step=step, memory={"bins": counts}))
-        assert len(set(chosen.tasks.tolist())) == max_groups
-        for task in chosen.tasks[: step % max_groups + 1].tolist():
+        chosen, *_ = bins.choose(Progress(step=step, memory={"bins": counts}))
+        assert len(set(chosen.tolist())) == max_groups
+        for task in chosen[: step % max_groups + 1].tolist():
             drawn["ab"[task // size]].append(task)
         counts = {name: [4.0, 8.0, len(tasks)] for name, tasks in drawn.items()}
     for number, tasks in enumerate(drawn.values()):

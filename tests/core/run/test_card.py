@@ -50,7 +50,7 @@ def test_the_licence_is_that_of_the_base(tmp_path):
     assert license_of("---\na: &a [x, x]\nlicense: [*a, *a]\n---\n") is license_of("---\n- license\n---\n") is None
 
 
-@pytest.mark.parametrize("prefix", ["Well: ", "it's\n```\n# Title\n````", '"$HOME" `id` <think>\n---\n', "\udcff"])
+@pytest.mark.parametrize("prefix", ["it's: ", '"$HOME" `id` <think>\n---\n', "\udcff"])
 def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     style = {
         "env_options": f"prefix={prefix},numbers=3",
@@ -97,12 +97,12 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
 
 def test_scores_are_compared_since_their_meaning_changed():
     run = {"test_env/return": (np.array([0.0, 10, 20, 30]), np.array([1.0, 2, 3, 4]))}
-    segments = [{"step": 10, "changed": {"env_options": ["", "prefix=```\n# x"]}, "data": {}, "comparable": False}]
+    segments = [{"step": 10, "text": "--lr is 2 now and was 1"}]
     card = replace(card_of(**HELD_OUT), segments=segments)
     text = card.render(Progress(33), run)
     assert "| 3 (step 20) | 4 (step 30) |" in text
     assert "Scores up to step 10 are of other data or settings" in text
-    assert "from step 11 on: --env_options 'prefix=```\\n# x' (before: '')" in blocks(text)["text"]
+    assert "from step 11 on: --lr is 2 now and was 1" in blocks(text)["text"]
     assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
 
 

@@ -1,12 +1,10 @@
 """No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
 
-import asyncio
 import copy
 import gc
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -14,10 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from filelock import SoftFileLease
 
 from core import grpo
 from core.config import Config
-from core.records import Batch, Completions, Episodes, Progress
+from core.records import Progress
 from core.run import fingerprints
 from core.run import folder as run_folder
 from core.run import run as runs
@@ -40,18 +34,15 @@ from envs.settings import RolloutSettings, resolve_environments
 from models.checkpoint import load_model, model_steps, resolve_model_dir
 from models.state import TrainState
 from models.tokenizer import load_tokenizer
-from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here
+from tests.helpers import MODEL, ROOT, gradient_depth, read_jsonl, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
-from utils.devices import runtime
 from utils.devices.compile_log import Compilations
 from utils.devices.memory import HOST, fingerprint, mix_bits
 from utils.devices.sharding import single_device
-from utils.files import open_log
 from utils.metrics.logger import LossyWriter
-from utils.runs import checkpoints, lock
-from utils.runs.checks import check_folder
+from utils.runs import lock
 from utils.runs.lock import FolderLock
-from utils.runs.segments import add_segment, last_break
+from utils.runs.origin import last_break
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
@@ -227,7 +218,6 @@ def test_last_models_are_kept_and_a_lost_one_is_rewritten(whole, tmp_path, capsy
     assert model_steps(folder) == [STEPS - 2, STEPS]
     assert train(folder, max_steps=STEPS + 1, keep=1, save_best=True) == 0
     assert model_steps(folder) == [STEPS + 1], "best/ is none of them"
-    assert "--keep 1: the next save removes 1 model, from step4 on" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_for_one_save_is_named_before_the_run(tmp_path, monkeypatch, capsys):
@@ -275,41 +265,9 @@ def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
 
 
 def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict | None = None) -> None:
-    """Ends a step of one rollout of one token; it is no step to save."""
-    ones = np.ones((1, 2), np.int32)
-    row = np.ones(1, np.int32)
-    reward = np.ones(1, np.float32)
-    completions = Completions(
-        tokens=ones,
-        mask=ones > 0,
-        logprobs=np.float32(ones),
-        lengths=2 * row,
-        prompt_lengths=row,
-        finished=row > 0,
-        slot_steps=reward,
-        num_observed=0 * row,
-    )
-    episodes = Episodes(
-        completions=completions,
-        rollout=np.arange(1),
-        task_ids=row,
-        texts=["a"],
-        scores={"return": reward},
-        failed=row < 0,
-        failures={},
-        times={},
-    )
-    batch = Batch(
-        tokens=ones,
-        mask=ones > 0,
-        sample_logprobs=np.float32(ones),
-        rewards=reward,
-        lengths=2 * row,
-        prompt_lengths=row,
-        rollout=row - 1,
-    )
+    """Ends a step, which is no step to save."""
     progress = Progress(step, memory=memory or {})
-    run.end_step(progress, state or states(step), {}, lambda *_: {}, is_last=False, rollouts=(episodes, batch))
+    run.end_step(progress, state or states(step), {}, lambda *_: {}, is_last=False)
     progress.memory.clear()  # as the next step may, before this one is saved
 
 
@@ -352,8 +310,7 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
     assert told >= 4, "arrays, their index, the manifest, the progress; nobody reads the rest"
 
 
-def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monkeypatch, capsys):
-    """And without wandb, when that raises."""
+def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     newest = folder / "state" / str(STEPS)
@@ -361,53 +318,9 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
-
-    def vanished(*_, **__):
-        raise RuntimeError("no network")
-
-    broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
-    # A login, and a package whose import fails.
-    monkeypatch.setitem(sys.modules, "wandb", broken)
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    monkeypatch.delenv("WANDB_MODE")
     assert train(folder) == 0
-    said = capsys.readouterr()
-    assert f"step {STEPS} is damaged" in said.out
-    assert "wandb is switched off" in said.err
+    assert f"step {STEPS} is damaged" in capsys.readouterr().out
     assert_same(folder, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_flipped_byte_in_a_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
-    """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
-    short = tmp_path / "short"
-    rng = np.random.default_rng(seed)
-    counts = Counter()
-    assert train(short, max_steps=4) == 0
-    files = sorted(path.relative_to(short) for path in short.rglob("*") if path.is_file() and path.stat().st_size)
-    for file in files:
-        folder = tmp_path / "run"
-        shutil.copytree(short, folder)
-        content = bytearray((folder / file).read_bytes())
-        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
-        (folder / file).write_bytes(content)
-        capsys.readouterr()
-        status = train(folder)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err + said.out, file
-        if status:
-            assert status == 2
-            assert said.err.startswith("error: ")
-            assert said.err.count("\n") == 1, (file, said.err)
-            counts[f"refused in one sentence: {file}"] += 1
-        else:
-            assert checksum(folder, STEPS) == checksum(whole, STEPS), file
-            found = [record for record in records(whole) if record in records(folder)][-2:]
-            assert found == records(whole)[-2:], file
-            counts["resumed, older state" if "is damaged and set aside" in said.out else "resumed"] += 1
-        shutil.rmtree(folder)
-    print(f"{len(files)} files: {dict(counts)}")
 
 
 def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
@@ -421,28 +334,16 @@ def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_fingerprint_sees_single_and_paired_changes():
-    x = np.random.default_rng(0).normal(size=(33, 7)).astype(np.float32)
-
-    def numbers(x: np.ndarray) -> list[int]:
-        return [int(number) for number in fingerprint([jnp.asarray(x)])]
-
-    before = numbers(x)
-    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
-        y = x.copy()
-        for place in flips:
-            y[place] = -y[place]
-        assert numbers(y) != before
-    assert numbers(x[::-1]) != before
-
-
-def test_the_host_computes_the_fingerprint_of_devices():
+def test_a_fingerprint_sees_all_changes_and_the_host_computes_that_of_devices():
     rng = np.random.default_rng(0)
-    state = [
-        rng.random((3, 50, 700), np.float32),
-        np.int8(rng.integers(-9, 9, 70_000)),
-        jnp.ones((5, 3), jnp.bfloat16),
-    ]
+    x = rng.normal(size=(33, 7)).astype(np.float32)
+    variants = [x, x[::-1]]
+    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
+        variants.append(x.copy())
+        for place in flips:
+            variants[-1][place] *= -1
+    assert len({tuple(map(int, fingerprint([jnp.asarray(y)]))) for y in variants}) == 5
+    state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
     with Compilations() as compilations:
         found = fingerprint(jax.device_put([*state, np.int32(3)]))
         assert not compilations.programs
@@ -456,11 +357,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     options = {"lr": 1e-3}
     with started(small_run(tmp_path, **options)) as run:
         save(run, 1)
-    for change in (
-        {"lr": 2e-3},
-        {"seed": 1, "group_size": 4},
-        {"max_steps": 9, "lr_schedule": "linear"},
-    ):
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
         with pytest.raises(UserError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
             small_run(tmp_path, **options | change)
     with pytest.raises(UserError, match="--resume never"):
@@ -479,19 +376,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
-def test_run_with_an_option_that_is_gone_resumes_only_by_force(tmp_path, capsys):
-    with started(small_run(tmp_path)) as run:
-        save(run, 1)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"gone": 2}))
-    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
-        small_run(tmp_path)
-    small_run(tmp_path, resume="force").folder.release()
-    assert "gone was 2" in capsys.readouterr().out
-
-
-def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
-    """One that is gone, and was off, changes nothing."""
+def test_options_that_are_new_or_gone_had_their_defaults(tmp_path):
     with started(small_run(tmp_path)) as run:
         save(run, 1)
     file = tmp_path / "config.json"
@@ -501,6 +386,10 @@ def test_option_that_a_run_lacks_had_its_default(tmp_path, capsys):
     small_run(tmp_path).folder.release()
     with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
         small_run(tmp_path, temperature=0.5)
+    file.write_text(json.dumps(settings | {"gone": 2}))
+    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
+        small_run(tmp_path)
+    small_run(tmp_path, resume="force").folder.release()
 
 
 def run_of(folder: Path) -> dict:
@@ -508,7 +397,7 @@ def run_of(folder: Path) -> dict:
 
 
 def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
-    """Also after a plain resume; those that leave the scores alone do not divide them."""
+    """Also after a plain resume, and at an earlier step if a later state was lost."""
     with started(small_run(tmp_path, lr=1e-3)) as run:
         save(run, 3)
     assert "segments" not in run_of(tmp_path)
@@ -521,24 +410,17 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     with started(run):
         save(run, 4)
     first, second = run_of(tmp_path)["segments"]
-    assert first == {"step": 3, "changed": {"lr": [1e-3, 2e-3]}, "data": {}, "comparable": True}
-    assert second == {"step": 3, "changed": {"temperature": [1.0, 0.5]}, "data": {}, "comparable": False}
-    assert last_break([first]) == -1
-    assert last_break([first, second]) == 3
+    assert first == {"step": 3, "text": "--lr is 0.002 now and was 0.001"}
+    assert second == {"step": 3, "text": "--temperature is 0.5 now and was 1.0"}
+    assert last_break([]) == -1
+    assert [segment["step"] for segment in run.folder.begin(2, {})] == [2, 2]
     card = run.states.card.render(Progress(4), {})
-    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card
+    assert "from step 4 on: --lr is 0.002 now and was 0.001" in card
     assert "up to step 3 are of other data" in card
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["global_step"] for event in events] == [3, 3]
-    assert "--lr 0.002 (before: 0.001)" in events[0]["warning"]
-    assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
-
-
-def test_segment_of_a_lost_state_begins_where_the_run_resumes():
-    segments = add_segment([], 6, {"lr": [1, 2]}, {}, is_comparable=True)
-    found = [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)]
-    assert found == [4, 4]
-    assert add_segment(segments, 9, {}, {}, True) == segments
+    assert "--lr is 0.002 now" in events[0]["warning"]
+    assert "--temperature is 0.5 now" in (tmp_path / "report.html").read_text()
 
 
 # Data
@@ -548,55 +430,39 @@ def rows(*numbers: int) -> list[dict]:
     return [{"prompt": f"Write {i}.", "answer": str(i)} for i in numbers]
 
 
-CHANGED = {  # the rows of the file of a run whose file had rows(*range(20))
-    "a row more": rows(*range(21)),
-    "a row less": rows(*range(19)),
-    "another order": rows(*reversed(range(20))),
-    "other answers": [row | {"answer": "0"} for row in rows(*range(20))],
+CHANGED = {  # the rows of the file of a run whose file had rows(*range(20)), and its reward
+    "a row more": (rows(*range(21)), 1.0),
+    "another order": (rows(*reversed(range(20))), 1.0),
+    "other answers": ([row | {"answer": "0"} for row in rows(*range(20))], 1.0),
+    "another reward": (rows(*range(20)), 0.5),
 }
 
 
-def played_file(path: Path, content: list[dict]) -> RolloutSettings:
-    """Writes a data set, and returns how it is played; the settings of a run need not name its path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return RolloutSettings("dataset", {}, make_env("dataset", path=str(path)), 8, 0, ForcedAnswer())
+def played_file(folder: Path, content: list[dict], reward: float = 1.0) -> RolloutSettings:
+    """Writes a data set and a reward, and returns how they are played."""
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "rows.jsonl", content)
+    (folder / "rewards.py").write_text(f"def reward(text): return {reward}")
+    env = make_env("dataset", path=str(folder / "rows.jsonl"), reward=f"{folder}/rewards.py:reward")
+    return RolloutSettings("dataset", {}, env, 8, 0, ForcedAnswer())
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
-    folder = tmp_path / "run"
-    with started(small_run(folder, played_file(tmp_path / "a.jsonl", rows(*range(20))))) as run:
+def test_a_run_whose_data_or_reward_has_changed_is_not_resumed(kind, tmp_path, capsys):
+    folder, data = tmp_path / "run", tmp_path / "data"
+    with started(small_run(folder, played_file(data, rows(*range(20))))) as run:
         save(run, 1)
-    small_run(folder, played_file(tmp_path / "moved.jsonl", rows(*range(20)))).folder.release()
-    changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
-    with pytest.raises(UserError, match="other data, dataset is .* problems, digest .* and was .* problems, digest"):
+    small_run(folder, played_file(data, rows(*range(20)))).folder.release()
+    changed = played_file(data, *CHANGED[kind])
+    what = r"rewards.py is code, digest \w+ and was" if "reward" in kind else "dataset is .* digest .* and was "
+    with pytest.raises(UserError, match=f"other data, .*{what}"):
         small_run(folder, changed)
     run = small_run(folder, changed, resume="force")
-    assert "goes on with other data: dataset is" in capsys.readouterr().out
+    assert "goes on with other data: " in capsys.readouterr().out
     run.restore(states(0))
     started(run).folder.release()
     (segment,) = run_of(folder)["segments"]
-    assert segment["data"].keys() == {"dataset"}
-    assert not segment["comparable"]
-
-
-def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
-    def play() -> RolloutSettings:
-        settings = played_file(tmp_path / "a.jsonl", rows(*range(20)))
-        env = make_env("dataset", path=str(tmp_path / "a.jsonl"), reward=f"{code}:reward")
-        return replace(settings, env=env)
-
-    folder = tmp_path / "run"
-    code = tmp_path / "rewards.py"
-    code.write_text("def reward(text): return 1.0")
-    with started(small_run(folder, play())) as run:
-        save(run, 1)
-    small_run(folder, play()).folder.release()
-    code.write_text("def reward(text): return 0.5")
-    with pytest.raises(UserError, match=r"other data, .*rewards.py is code, digest \w+ and was code, digest"):
-        small_run(folder, play())
-    small_run(folder, play(), resume="force").folder.release()
-    assert "rewards.py is code" in capsys.readouterr().out
+    assert re.search(what, segment["text"])
 
 
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
@@ -641,27 +507,11 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
     assert go_on(4) == 2
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_unreadable_output_of_a_former_run_is_not_compared(content, tmp_path, capsys):
-    file = tmp_path / "data.json"
-    file.write_bytes(content)
-    fingerprints.compare_runs(file, {"a": "5 problems, digest 0"}, "auto")
-    assert "warning: the data are not compared with those of the run before" in capsys.readouterr().out
-
-
 def test_processes_that_see_different_data_stop():
-    class Other:
-        """A layout of two processes, of which the other one's fingerprint is broadcast."""
-
-        def broadcast(self, text: str) -> str:
-            return "5 problems, digest 0"
-
-        def gather_values(self, value: int) -> list[int]:
-            return [1, value]
-
-    fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
+    layout = SimpleNamespace(gather_values=lambda value: ["5 problems, digest 0", value])
+    fingerprints.compare_processes({"a": "5 problems, digest 0"}, layout)
     with pytest.raises(ValueError, match=r"processes see different contents of a \(here: 6 problems"):
-        fingerprints.compare_processes({"a": "6 problems, digest 0"}, Other())
+        fingerprints.compare_processes({"a": "6 problems, digest 0"}, layout)
 
 
 # Two runs in one folder
@@ -686,7 +536,7 @@ def test_folder_in_use_is_refused_before_a_model_is_loaded(whole, tmp_path):
     refused = start(arguments(**flags), stderr=subprocess.PIPE)
     output, error = refused.communicate(timeout=240)
     assert refused.returncode == 2
-    assert not output
+    assert output.count("\n") == 1
     assert error.startswith(f"error: {folder} is in use by process {os.getpid()} on "), error
     assert error.count("\n") == 1
     assert "--save_dir" in error
@@ -735,7 +585,7 @@ def other_machine(tmp_path, monkeypatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("difference", [0, 2e4, -2e4, -1e9])
+@pytest.mark.parametrize("difference", [0, -1e9])
 def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_machine, capsys):
     """Also where its clock differs."""
 
@@ -759,37 +609,24 @@ def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_
 
 STALE = {  # contents of a lock file; "no exchange": of a file system like NFS; "container": one that is gone
     "silent": marker(12, seconds=0.3),
-    "old": marker(12, seconds=0.3),
-    "removed meanwhile": marker(12, seconds=0.3),
     "no exchange": marker(12, seconds=0.3),
     "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
-    "damaged": "\udcff",
     "empty": "",
     "container": marker(os.getpid(), f"{socket.gethostname()}?pidns-1", seconds=0.3),
-    "lmpo before filelock": '{"pid": 12, "host": "node7"}\n',
 }
-
-
-def refuse_exchanges(monkeypatch) -> None:
-    """Makes filelock find a file system like NFS; the function is private, and moves from release to release."""
-    modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
-    assert modules
-    for module in modules:
-        # What filelock asks the file system.
-        monkeypatch.setattr(module, "exchange_names", lambda *_: False)
 
 
 @pytest.mark.parametrize("kind", STALE)
 def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     # The test does not wait for minutes.
     monkeypatch.setattr(lock, "SILENCE", 0.3)
-    other_machine.write_text(STALE[kind], errors="surrogateescape")
-    if kind == "old":
-        os.utime(other_machine, (1e9, 1e9))
-    if kind == "removed meanwhile":
-        threading.Timer(0.1, other_machine.unlink).start()
-    if kind == "no exchange":
-        refuse_exchanges(monkeypatch)
+    other_machine.write_text(STALE[kind])
+    if kind == "no exchange":  # the function of filelock is private, and moves from release to release
+        modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
+        assert modules
+        for module in modules:
+            # What filelock asks the file system.
+            monkeypatch.setattr(module, "exchange_names", lambda *_: False)
     held = FolderLock(other_machine.parent)
     said = capsys.readouterr().out
     assert "waiting up to" in said
@@ -799,39 +636,20 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     assert not [*other_machine.parent.iterdir()]
 
 
-def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypatch):
-    # The test does not wait for minutes.
-    monkeypatch.setattr(lock, "SILENCE", 0.3)
-    other_machine.write_text(marker(12, seconds=0.3))
-    refuse_exchanges(monkeypatch)
-    # Another run takes the lock just before this one does.
-    monkeypatch.setattr(SoftFileLease, "force_break", lambda _: other_machine.write_text(marker(13, seconds=0.3)))
-    with pytest.raises(UserError, match="is in use by process 13 on node7"):
-        FolderLock(other_machine.parent)
-
-
-def test_killed_run_frees_its_folder_and_stopped_run_keeps_it(tmp_path, capsys):
-    program = f"from utils.runs.lock import *; lock = FolderLock(Path({str(tmp_path)!r})); print(flush=True); input()"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdin=-1,
-        stdout=-1,
+def test_killed_run_frees_its_folder(tmp_path, capsys):
+    program = (
+        "from utils.runs import lock; from pathlib import Path; import sys; lock.HEARTBEAT = 0.05\n"
+        "held = lock.FolderLock(Path(sys.argv[1])); print(flush=True); input()"
     )
+    holder = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, stdin=-1, stdout=-1)
     holder.stdout.readline()
-    holder.send_signal(signal.SIGSTOP)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
         FolderLock(tmp_path)
     holder.kill()
     holder.communicate()
+    capsys.readouterr()
     FolderLock(tmp_path).release()
     assert not capsys.readouterr().out
-
-
-def test_a_lock_with_another_time_is_in_use(other_machine):
-    other_machine.write_text(marker(12, seconds=7))
-    with pytest.raises(UserError, match="is in use by process 12 on node7"):
-        FolderLock(other_machine.parent)
 
 
 def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, capsys):
@@ -851,87 +669,10 @@ def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, ca
     assert file.read_text() == "another"
 
 
-# What stands in the way
+# Folders and files
 
 
-def link(path: Path) -> None:
-    path.symlink_to(path.parent)
-
-
-OBSTACLES = {  # what is made at a path of the run folder, and the sentence about it
-    "step9 is a file": ("step9", Path.touch, "step9 is not a folder"),
-    "step9 has a folder": ("step9/.cache", Path.mkdir, r"step9/\.cache is a folder within that of a model"),
-    "best has a folder": ("best/x", Path.mkdir, "best/x is a folder within that of a model"),
-    "a state is a link": ("state/88", link, "state/88 is a link"),
-    "rollouts is a file": ("rollouts", Path.touch, "rollouts is not a folder"),
-    "metrics.jsonl is a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl is not a file"),
-    "metrics.jsonl is a pipe": ("metrics.jsonl", os.mkfifo, "metrics.jsonl is not a file"),
-    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is a link"),
-}
-
-
-@pytest.mark.parametrize("name", OBSTACLES)
-def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys):
-    path, make, sentence = OBSTACLES[name]
-    path = tmp_path / path
-    path.parent.mkdir(exist_ok=True)
-    make(path)
-    assert train(tmp_path) == 2
-    error = capsys.readouterr().err
-    assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
-    assert error.count("\n") == 1
-    assert path.exists() | path.is_symlink()
-    assert not [*tmp_path.glob("step1*")]
-
-
-WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl report.html reward_failures.jsonl"
-WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id rollouts/step_1.jsonl rollouts/step_1.npz"
-WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
-FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"
-TARGETS = {
-    "a file": Path.touch,
-    "a folder": Path.mkdir,
-    "nothing": lambda path: None,
-}
-LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.split(), ("a folder", "nothing"))]
-
-
-@pytest.mark.parametrize(("name", "kind"), LINKS)
-def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
-    path = tmp_path / "run" / name
-    target = tmp_path / "target"
-    path.parent.mkdir(parents=True)
-    TARGETS[kind](target)
-    check_folder(tmp_path / "run")
-    path.symlink_to(target)
-    with pytest.raises(UserError, match=f"{path} is a link, and is in the way"):
-        check_folder(tmp_path / "run")
-
-
-def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
-    """Hard links, as of a backup: what the run writes stays out of them."""
-    folder = tmp_path / "run"
-    backup = tmp_path / "backup"
-    (folder / "wandb").mkdir(parents=True)
-    (folder / "wandb" / "latest-run").symlink_to("run-1")  # as wandb makes it
-    names = [name for name in WRITTEN.split() if "/" not in name or name.startswith("rollouts/")]
-    before = {name: f'{{"global_step": 9, "name": "{name}"}}\n' for name in names}
-    for name, text in before.items():
-        for path in (folder / name, backup / name):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        (backup / name).write_text(text)
-        os.link(backup / name, folder / name)
-    assert train(folder, max_steps=1, save_rollouts="all") == 0
-    for name in ("reward_failures.jsonl", "programs.jsonl"):  # perhaps nothing failed, and nothing was compiled
-        with open_log(folder / name) as file:
-            file.write("more")
-    assert {name: (backup / name).read_text() for name in names} == before
-    written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
-    assert len(written) == 11
-    assert all((folder / name).stat().st_nlink == 1 for name in written)
-
-
-@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
+@pytest.mark.parametrize("save_dir", ["foo://bucket/x", f"{__file__}/x"])
 def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
     # Relative folders are made here.
     monkeypatch.chdir(tmp_path)
@@ -940,31 +681,6 @@ def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, mon
     assert error.startswith("error: --save_dir")
     assert error.count("\n") == 1
     assert not [*tmp_path.iterdir()]
-
-
-def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
-    limits = []
-    # The limits of this process stay as they are.
-    monkeypatch.setattr(runtime.resource, "setrlimit", lambda _, pair: limits.append(pair))
-    for soft, hard in ((32, 4096), (32, resource.RLIM_INFINITY), (256, 512)):
-        # A machine with these limits.
-        monkeypatch.setattr(runtime.resource, "getrlimit", lambda _, pair=(soft, hard): pair)
-        runtime.raise_file_limit()
-    assert limits == [(1024, 4096), (1024, resource.RLIM_INFINITY), (512, 512)]
-    # A machine that refuses more files.
-    monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (16, 16))
-    with pytest.raises(ValueError, match="may open only 16 files"):
-        runtime.raise_file_limit()
-
-
-def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
-    code = (
-        "import sys; from utils.devices.runtime import open_closed_streams\n"
-        "open_closed_streams(); file = open(sys.argv[1])\n"
-        "print('lost'); print('lost', file=sys.stderr); assert file.fileno() > 2 and not sys.stdout.isatty()"
-    )
-    command = f'exec "{sys.executable}" -c "{code}" {__file__} <&- >&- 2>&-'
-    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
 # Disks, buckets and pipes
@@ -1029,19 +745,6 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert "Read-only file system" in error, error
-
-
-def test_callbacks_on_a_closed_loop_are_not_printed():
-    """Those of tensorstore, when a write of Orbax has failed; all other errors are."""
-    seen, loop = [], asyncio.new_event_loop()
-    hook = checkpoints.without_late_callbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
-    loop.close()
-    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_forever(), lambda: 1 / 0):
-        try:
-            call()
-        except Exception as error:
-            hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
-    assert seen == ["Event loop is closed", "division by zero"], "the second, and the third"
 
 
 @pytest.mark.parametrize("kind", ["closed", "full disk"])

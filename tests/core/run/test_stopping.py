@@ -68,7 +68,7 @@ def test_stopped_run_stays_until_its_rule_is_left_out(whole, tmp_path, capsys):
     assert printed.count("ended the run at step 4.") == 2
     assert records(folder) == records(whole)[:5]
     assert train(folder) == 0
-    assert "resuming at step 4, at which --stop_at 4: test_env/return>=-9 had ended" in capsys.readouterr().out
+    assert "resuming at step 4 in" in capsys.readouterr().out
     assert records(folder) == records(whole)
     assert checksum(folder, STEPS) == checksum(whole, STEPS)
     assert difference(folder, whole, STEPS) == 0
@@ -111,6 +111,6 @@ def test_rules_are_read_with_steps_labels_and_commas():
 
 def test_rule_on_a_metric_that_is_not_logged_is_a_warning(tmp_path, capsys):
     assert train(tmp_path / "run", stop_at="los>1e9", max_steps=2) == 0
-    assert capsys.readouterr().out.count("no metric los: give loss, or another name") == 1
+    assert capsys.readouterr().out.count("no metric los: give loss, or a name") == 1
     warnings = [(event["global_step"], event["warning"]) for event in read_jsonl(tmp_path / "run/events.jsonl")]
     assert [step for step, text in warnings if text.startswith("--stop_at los>")] == [1]

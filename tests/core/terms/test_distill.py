@@ -262,7 +262,7 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     batch = replace(batch, denominator=np.ones(8, np.float32), num_tokens=np.ones(8, np.float32))
     ((_, *arrays),) = list(learner.chains(batch, learner.shapes)[0])
     microbatch, packing = learner.layout.put(arrays)
-    sums = learner.zero_sums(state.params)
+    sums = jax.tree.map(jnp.zeros_like, state.params), np.float32(0)
     settings = learner.model, CONFIG.objective.loss, learner.distribution, state.params, sums, microbatch, packing
     text = accumulate.lower(*settings, {}, learner.beside).compile().as_text()
     text += teachers.hidden_states.lower(OTHER, random_params(OTHER), microbatch.tokens, packing).compile().as_text()

@@ -1,14 +1,16 @@
 """Environments of GEM, TextArena, Gymnasium, SkyRL-gym and OpenEnv, played as `--episode` plays them.
 
     pip install gem-llm textarena gymnasium skyrl-gym openenv uvicorn     # an environment of its own: they want others
-    python bench/clients.py gyms
+    python bench/gyms.py
 
 An episode is played twice with the same replies, the second time while others draw from Python's and NumPy's global
 generators: what was said and paid has to be the same. OpenEnv's environment is the one that `openenv init` writes.
+Exit status 1: something runs and is silently wrong.
 """
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -21,19 +23,23 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
 
-from bench.clients import REFUSED, RUNS, WRONG, Row
 from envs import make_env
 from envs.base import Env, Reply, Step
 from utils.settings.errors import UserError, counted, describe_error
 
 PACKAGES = ("gem-llm", "textarena", "gymnasium", "skyrl-gym", "openenv")
-NOT_HERE = "fails in the library"
+RUNS, REFUSED, WRONG, NOT_HERE = "runs", "refused by name", "WRONG", "fails in the library"
 NUMBERS = "go 1,2,no number,3,0,1,2,1,2"
 TEXTS = 'hello,#### 4,{"message": "hi"},#### 5'
 GAMES = {  # of GEM: actions, which stand in a box
@@ -85,6 +91,14 @@ ARENAS = {  # of TextArena: actions, which stand in brackets
 LAKES = ("FrozenLake-v1", "FrozenLake8x8-v1", "CliffWalking-v1", "CliffWalkingSlippery-v1", "Taxi-v4", "Blackjack-v1")
 TRUTH = {"ground_truth": "5"}
 ROW = {"reward_spec": TRUTH, "reward_model": TRUTH, "extra_info": {"max_turns": 3}}
+
+
+class Row(NamedTuple):
+    """An environment, what became of it (a constant above), and its figure or sentence."""
+
+    what: str
+    outcome: str
+    detail: str = ""
 
 
 def rows() -> Iterator[Row]:
@@ -205,3 +219,19 @@ def openenv_server() -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
         server.should_exit = True
+
+
+def main() -> int:
+    """Prints the table; returns the exit status."""
+    outcomes: Counter[str] = Counter()
+    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES))
+    print("\n| environment | here | |\n|---|---|---|", flush=True)
+    for row in rows():
+        outcomes[row.outcome] += 1
+        print(f"| {' | '.join(row).replace(chr(10), ' ')} |", flush=True)
+    print("\n" + ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items()))
+    return int(outcomes[WRONG] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(print(__doc__) if "--help" in sys.argv else main())
