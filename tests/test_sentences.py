@@ -36,7 +36,7 @@ SENTENCES = {  # command line: what is printed
     "--env_name math500-valid": "math500 has no -valid, since it is a benchmark with test problems only",
     "--config nowhere.yaml": "there is no preset nowhere.yaml (looked here and in",
     "--config poems.py": "did you mean configs/poem.py?",
-    "--config mapping.py": "get_config is of type dict, no function: write def get_config(): return {...}",
+    "--config mapping.py": "defines no get_config(): write def get_config(): return {...}",
     "--config own_fault.py": "own_fault.py: environment poem has no option for numbers=9: choose one of ",
     "--config groups.py --groups_per_batch 3": "--ppo_minibatch 8 does not divide",
     "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, groups.py sets --group_size)",
