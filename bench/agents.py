@@ -146,7 +146,7 @@ def worker_of(
     sampling = SamplingConfig(prompt_length=options.prompt_length, page_size=16, num_generation_tokens=options.tokens)
     worker = make_worker(settings, sampling, RewardConfig(num_score_workers=1), model, tokenizer, layout)
     sampler = worker.sampler
-    paging = replace(sampler.paging, num_slots=options.slots, adapts=False)
+    paging = replace(sampler.paging, num_slots=options.slots)
     return replace(worker, sampler=replace(sampler, paging=paging)), worker.load_weights(params)
 
 

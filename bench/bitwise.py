@@ -25,7 +25,6 @@ from jaxtyping import Float
 
 from bench.common import ROOT, Figure, environment, make_prompts, report
 from bench.train_step import batch_of
-from core.chains.pages import with_pages
 from core.config import Config
 from core.learner import Learner
 from core.records import Completions
@@ -33,6 +32,7 @@ from core.sampler import Sampler, sample_keys
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.names import Params, Weights
+from models.pages import Paging
 from utils.batching import bucket, concatenate, resize_columns, select_rows
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config, parse
@@ -43,8 +43,6 @@ NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 8, 8, 24
 MICROBATCH = 4096  # packed tokens
 CACHES = {  # page size, dtype of keys and values
     "none": (0, ""),
-    "step": (0, ""),
-    "step-int8": (0, "int8"),
     "pages": (16, ""),
     "pages-int8": (16, "int8"),
 }
@@ -75,7 +73,7 @@ def make_sampler(model: Decoder, cache: str, num_tokens: int) -> Sampler:
     page_size, kv_dtype = CACHES[cache]
     stop_ids = tuple(range(max(1, model.vocab_size // 50)))
     sampler = Sampler(replace(model, kv_dtype=kv_dtype), num_tokens, stop_ids, segment=16)
-    return with_pages(sampler, page_size)
+    return replace(sampler, paging=Paging(page_size))
 
 
 def sample(

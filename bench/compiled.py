@@ -48,13 +48,14 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import Figure, report, shape
 from core import learner
-from core.chains.pages import PAGE, decode_pages, prefill_pages
 from core.config import Config
 from core.extensions import teacher as teachers
 from core.extensions.programs import page_programs, update_programs
 from core.extensions.teacher import TaughtLearner
 from core.learner import Learner
-from core.sampler import Sampler, SamplingConfig
+from core.sampler import Sampler, SamplingConfig, decode_pages
+from core.slots.prefill import prefill_pages
+from core.slots.table import PAGE
 from models import architecture
 from models.architecture import Decoder, Spec
 from models.attention import SKIPPING
@@ -421,7 +422,7 @@ def sampling_programs(
 
     `rollout`: the mesh that samples; None: the one that trains.
     """
-    paging = Paging(PAGE, num_slots=num_slots, adapts=False)
+    paging = Paging(PAGE, num_slots=num_slots)
     limits = config.sampling.num_generation_tokens, (0,)
     sampler = Sampler(model, *limits, paging=paging, max_prompt_tokens=config.sampling.prompt_length, layout=layout)
     programs = page_programs(sampler.on(rollout or layout), policy_shapes(model, layout, config), num_slots)

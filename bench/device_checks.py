@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 
 from bench.bitwise import token_gaps
 from bench.common import Figure, environment, make_prompts, report, shape
-from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.architecture import Decoder, is_spec
 from models.decoder import init_params, token_outputs
@@ -89,7 +88,7 @@ def sampler_gap(model: Decoder, params: Params, layout: Layout, limit: float) ->
     model = replace(model, mesh=layout.mesh)
     prompts = make_prompts(model.vocab_size, NUM_ROWS, NUM_COLUMNS // 4)
     settings = NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256))
-    sampler = with_pages(Sampler(model, *settings, max_prompt_tokens=NUM_COLUMNS // 4, layout=layout), -1)
+    sampler = Sampler(model, *settings, max_prompt_tokens=NUM_COLUMNS // 4, layout=layout)
     gap = token_gaps(sampler, lay_out(model, params, layout), prompts, group_size=4)
     cache = model.kv_dtype or model.dtype
     return f"sampler with a cache in {cache}, trainer in {model.dtype}", float(gap.mean()), float(gap.max()), limit

@@ -43,15 +43,16 @@ from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.limits import Limits, decode_seconds, measure_limits
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
-from core.chains.pages import page_sizes, with_pages
 from core.extensions.programs import page_programs
 from core.records import Completions
 from core.sampler import Sampler, make_sampler
+from core.slots.table import page_tokens
 from models.architecture import Decoder
 from models.names import Params
+from models.pages import Paging
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
-from utils.batching import concatenate, measure_rows
+from utils.batching import measure_rows
 from utils.devices.compilation import Compiler, Programs, shapes_of
 from utils.devices.runtime import prepare, runs_on_cpu
 from utils.devices.sharding import Layout
@@ -94,7 +95,6 @@ class Rollout(NamedTuple):
     params: Params
     prompts: Sequence[list[int]]
     group_size: int
-    per_call: int  # prompts
 
     def programs(self) -> Programs:
         """Returns the programs of draws over pages."""
@@ -102,12 +102,7 @@ class Rollout(NamedTuple):
 
     def draw(self, sampler: Sampler) -> Completions:
         weights = sampler.load_weights(self.params)
-        parts = []
-        for start in range(0, len(self.prompts), self.per_call):
-            rows = slice(start, start + self.per_call)
-            ids = np.arange(len(self.prompts))[rows]
-            parts.append(sampler.generate(weights, self.prompts[rows], ids, self.group_size, jax.random.key(0)))
-        return concatenate(parts)
+        return sampler.generate(weights, self.prompts, np.arange(len(self.prompts)), self.group_size, jax.random.key(0))
 
     def measure(self, limits: Limits, repeats: int) -> tuple[Figure, ...]:
         """Returns the row of the table."""
@@ -134,12 +129,9 @@ def make_rollouts(config: Command, model: Decoder, params: Params, layout: Layou
     for slots, page in [*((slots, sizes[0]) for slots in counts), *((counts[0], page) for page in sizes[1:])]:
         sampler = make_sampler(config.sampling, model, tokenizer, layout, config.num_generation_tokens)
         sampler = replace(sampler, stop_ids=stop_ids, max_prompt_tokens=config.bench.prompt_tokens)
-        sampler = with_pages(sampler, page)
-        paging = replace(sampler.paging, num_slots=slots)
-        schedule = f"pages of {paging.page}" if paging.page else "in step"
-        name = f"{num_prompts * group_size} rows, {slots} slots, {schedule}"
-        per_call = num_prompts if paging.page else slots // group_size
-        rollouts.append(Rollout(name, replace(sampler, paging=paging), params, prompts, group_size, per_call))
+        paging = Paging(page, num_slots=slots)
+        name = f"{num_prompts * group_size} rows, {slots} slots, pages of {page_tokens(page, layout)}"
+        rollouts.append(Rollout(name, replace(sampler, paging=paging), params, prompts, group_size))
     return rollouts
 
 
@@ -280,14 +272,13 @@ def main(config: Command) -> None:
     rollouts = make_rollouts(config, model, params, layout)
     with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is printed
         clock = time.perf_counter()
-        print(*Compiler([x.programs() for x in rollouts if x.sampler.paging.page]).wait(), sep="\n")
+        print(*Compiler([x.programs() for x in rollouts]).wait(), sep="\n")
         print(f"programs of rollouts compiled side by side in {time.perf_counter() - clock:.0f} s", flush=True)
         for rollout in rollouts:
             table.append(rollout.measure(limits, config.bench.repeats))
             print(*table[-1], sep="  ", flush=True)
             if has_profile and not profiles:
-                steps = NUM_TRACED * page_sizes(rollout.sampler, 1, 1).steps
-                profiles[f"{steps} steps" if rollout.sampler.paging.page else "segments"] = trace_segments(rollout)
+                profiles[f"{NUM_TRACED * rollout.sampler.sizes().steps} steps"] = trace_segments(rollout)
         update = make_update(config, model, params, layout, random_batch(config, model.vocab_size))
         table.append(measure_update(config, update, model, limits))
         if has_profile:

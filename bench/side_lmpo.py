@@ -11,7 +11,6 @@ import numpy as np
 from bench import train_step
 from bench.fixed_episodes import FixedEpisodes
 from bench.side import ROLLOUTS, Gate, Work
-from core.chains.pages import with_pages
 from core.config import Config
 from core.grpo import make_batch
 from core.learner import make_learner
@@ -23,6 +22,7 @@ from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.names import Params
+from models.pages import Paging
 from models.tokenizer import Tokenizer
 from utils.devices.runtime import prepare
 from utils.devices.sharding import Layout
@@ -61,9 +61,8 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
     model, params, _ = load_model(work["model_dir"], dtype="")
     prompts, group_size = work["prompts"], work["group_size"]
     per_call = settings.pop("call_rows", len(prompts) * group_size) // group_size
-    sizes = (settings.pop("block_size"),) if "block_size" in settings else ()
-    sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), block_sizes=sizes, **settings)
-    sampler = with_pages(sampler, -1)
+    paging = Paging(num_slots=settings.pop("block_size", 0))
+    sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), paging=paging, **settings)
     lengths = []
     while gate(sum(lengths), lengths=lengths):
         lengths = []
@@ -77,7 +76,7 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
 def run_steps(work: Work, config: Config, model: Decoder, params: Params, layout: Layout, gate: Gate) -> None:
     """Makes steps of GRPO; the reward is the share of even token ids, which costs next to nothing."""
     limit = config.sampling.num_generation_tokens
-    sampler = with_pages(Sampler(model, limit, (), layout=layout), -1)
+    sampler = Sampler(model, limit, (), layout=layout)
     learner, state = make_learner(config, model, params, layout, limit)
     ids, number, num_tokens = np.arange(len(work["prompts"])), 0, 0
     while gate(num_tokens):

@@ -14,12 +14,9 @@ import pytest
 
 from bench import compiled, hlo
 from bench.common import shape
-from core import sampler as sampling
-from core.extensions.programs import chain_programs
-from core.sampler import Sampler
 from models.architecture import Decoder
 from models.logits import LOGIT_ELEMENTS
-from utils.devices.sharding import bytes_on_device, single_device
+from utils.devices.sharding import bytes_on_device
 from utils.settings.config import with_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
@@ -48,16 +45,6 @@ def decode_segment(model: Decoder, layout: compiled.Imagined, num_slots: int, wi
     return list(compiled.sampling_programs(config, model, layout, num_slots))[-1]
 
 
-def decode_in_step(model: Decoder, num_slots: int, width: int) -> compiled.Program:
-    """Compiles a segment of rows in step, as one CPU samples single replies, with `width` columns behind the prompt."""
-    layout = single_device()
-    limit = 8 * width  # the narrowest cache is an eighth of it
-    sampler = Sampler(model, limit, (0,), prompt_columns=PROMPT, block_sizes=(num_slots,), layout=layout)
-    policy = compiled.policy_shapes(model, layout, compiled.CONFIG)
-    programs = chain_programs(sampler, policy, num_slots, num_samples=4)
-    return list(compiled.compile_until(programs, sampling.decode_segment))[-1]
-
-
 def keys_of_a_layer(program: compiled.Program, num_layers: int) -> int:
     """Returns the elements of the keys of a layer that a device holds."""
     caches = program.arguments[5]
@@ -69,21 +56,6 @@ def assert_in_place(program: compiled.Program, num_layers: int) -> None:
     assert not hlo.large_moves(program.hlo, keys_of_a_layer(program, num_layers))
     assert hlo.loop_bodies(program.hlo)
     assert program.temporaries < bytes_on_device(program.arguments[5]) / 4
-
-
-@pytest.mark.parametrize("channels", [64, 32])
-def test_decoding_writes_the_cache_in_place_on_cpu(channels):
-    program = decode_in_step(Decoder(512, 128, 256, 3, 4, 2, channels), B, S)
-    assert program.arguments[5][0][0].shape == (B, 2, S, channels)
-    assert_in_place(program, num_layers=3)
-
-
-def test_decoding_copies_no_experts_on_cpu():
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
-    model = Decoder(512, 128, 256, 3, 4, 2, 64, **experts)
-    program = decode_in_step(model, 32, 256)
-    assert hlo.loop_bodies(program.hlo)
-    assert not hlo.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
 
 
 def test_bytes_are_counted_as_they_are_moved():

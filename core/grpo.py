@@ -34,7 +34,7 @@ from jaxtyping import Bool, Int
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
 from core.extensions.notes import training_notes
-from core.extensions.programs import are_all_known, run_programs, with_few_shapes
+from core.extensions.programs import run_programs
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
@@ -184,12 +184,12 @@ def collect(
     key = make_key(config.seed, step)
     tasks_of_step, *_ = bins.choose(progress) if bins else (None,)
     group_size = config.update.group_size
-    max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, max_groups = config.update.groups_per_batch, config.update.max_groups
     share = 1.0  # fraction of the sampled groups that has signal
     parts, batch_rollouts, num_sampled_groups = [], [], 0
     while missing and num_sampled_groups < max_groups:
-        num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), max_groups - num_sampled_groups)
+        num_groups = num_groups_to_sample(missing, share, config.update.groups_per_batch)
+        num_groups = min(num_groups, max_groups - num_sampled_groups)
         positions = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, positions)
         if bins:  # --task_sampling bins
@@ -298,7 +298,7 @@ def with_extensions(
         workers, state = prepare_ahead(workers, learner, state)
     else:
         workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
-    return config, with_few_shapes(workers), learner, state
+    return config, workers, learner, state
 
 
 def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state: TrainState) -> None:
@@ -313,7 +313,7 @@ def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state:
         from core.extensions.teacher_programs import teacher_programs
 
         programs.append(teacher_programs(learner, state))
-    run.log.compile(programs, are_all_known(workers))
+    run.log.compile(programs, True)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from envs.scoring.shaping import RewardConfig, add_truncation_penalty, reward_na
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
-from models.memory import Room, describe_rollout, out_of_memory, pages_that_fit, rows_that_fit
+from models.memory import Room, describe_rollout, out_of_memory, pages_that_fit
 from models.names import Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
-from utils.batching import bucket, concatenate
+from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.metrics.terminal import waiting
@@ -37,6 +37,7 @@ from utils.settings.errors import UserError
 from utils.settings.groups import EvalConfig
 from utils.threefry import make_key
 
+MOST_ROWS_ON_CPU = 128  # at once, unless the settings name more
 Estimates = dict[str, Float[np.ndarray, "N"]]  # estimates of each task, whose means are the metrics
 
 
@@ -50,7 +51,6 @@ class RolloutWorker:
     sampler: Sampler
     scorer: Scorer
     layout: Layout
-    rows_per_call: int  # completions sampled at once; 0: all, until `with_room` sets it from free memory
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
     make_replies: type[Replies] = Replies  # for several turns, Conversations of core/chains/turns.py
     notes: tuple[str, ...] = ()  # about its prompts, printed at the start
@@ -75,21 +75,18 @@ class RolloutWorker:
         return bucket(self.sampler.max_prompt_tokens + self.sampler.max_new_tokens)
 
     def with_room(self, room: Room, num_rows: int) -> Self:
-        """Returns a worker on the mesh that samples, with the rows at once that the settings name, or that fit.
+        """Returns a worker on the mesh that samples, with slots for the rows that the settings name, or that fit.
 
         `num_rows`: rows of a step.
         """
-        (layout, num_bytes), asked = room, self.rows_per_call // self.layout.row_shards
-        sampler, rows_per_call = self.sampler.on(layout), 0
-        paging, model = sampler.paging, sampler.model
-        if paging.page and not paging.adapts:
-            longest = sampler.max_prompt_tokens + sampler.max_new_tokens
-            sizes = longest, paging.num_slots or asked * layout.row_shards or num_rows
-            sampler = replace(sampler, paging=pages_that_fit(num_bytes, model, layout, paging, *sizes))
-        else:
-            rows_per_call = (asked or rows_that_fit(num_bytes, model, layout, self.row_length)) * layout.row_shards
-        notes = *self.notes, *describe_rollout(model, self.layout, layout)
-        return replace(self, sampler=sampler, layout=layout, rows_per_call=rows_per_call, notes=notes)
+        (layout, num_bytes), sampler = room, self.sampler.on(room.layout)
+        if layout.is_cpu:  # other programs need its memory, too
+            num_bytes, num_rows = num_bytes // 4, min(num_rows, MOST_ROWS_ON_CPU)
+        asked = sampler.paging.num_slots // self.layout.row_shards * layout.row_shards
+        longest = sampler.max_prompt_tokens + sampler.max_new_tokens
+        paging = pages_that_fit(num_bytes, sampler.model, layout, sampler.paging, longest, asked or num_rows)
+        notes = *self.notes, *describe_rollout(sampler.model, self.layout, layout)
+        return replace(self, sampler=replace(sampler, paging=paging), layout=layout, notes=notes)
 
     def load_weights(self, params: Policy) -> Weights:
         """Returns the weights that `play` samples from: cast and laid out for decoding, once for many calls."""
@@ -98,14 +95,6 @@ class RolloutWorker:
     def encode(self, problem: Problem) -> list[int]:
         """Returns the prompt of a problem, token ids."""
         return encode_prompt(self.tokenizer, problem)
-
-    def prompts_per_call(self, num_prompts: int, num_samples: int) -> int:
-        """Returns how many of the prompts are sampled from at once, in calls of about the same size."""
-        if not self.rows_per_call or not num_prompts:
-            return max(1, num_prompts)
-        most = max(1, self.rows_per_call // num_samples)
-        num_calls = -(-num_prompts // most)
-        return -(-num_prompts // num_calls)
 
     def num_eval_tasks(self, num_tasks: int) -> int:
         """Returns the problems of an evaluation of `num_tasks`; 0: all, -1: as many as the environment suggests."""
@@ -120,7 +109,7 @@ class RolloutWorker:
         key: Key,
         positions: Int[np.ndarray, "N"] | None = None,
     ) -> Episodes:
-        """Samples `num_samples` completions of each task and grades them; results do not depend on `rows_per_call`.
+        """Samples `num_samples` completions of each task and grades them; results do not depend on the slots.
 
         `tasks` are indices into the problems whose prompts fit. A row's key is made from `key`, the number of its
         sample, and the position of its group. Without `positions`, a task's number in the environment is its position.
@@ -130,18 +119,12 @@ class RolloutWorker:
         positions = task_ids if positions is None else positions
         problems = [self.env.problem(int(i)) for i in task_ids]
         keys = sample_keys(key, positions, num_samples)
-        rows_per_call = self.prompts_per_call(len(tasks), num_samples) * num_samples
-        parts = []
+        num_slots = self.sampler.paging.num_slots // self.layout.row_shards
         with ScoringStream(self.scorer, num_samples) as stream:
             replies = self.make_replies(self.env, self.tokenizer, self.layout, problems, task_ids, keys, stream)
-            with waiting("sampling", len(keys), "rows") as wait:
-                for start in range(0, len(keys), rows_per_call):
-                    rows = range(start, min(start + rows_per_call, len(keys)))
-                    prompts = [self.encode_prompt(number, problem) for number, problem in replies.open(rows)]
-                    sampler = replies.listen(self.sampler, start, wait)
-                    with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
-                        parts.append(sampler.draw(weights, prompts, keys[rows.start : rows.stop]))
-            completions = concatenate(parts)
+            prompts = [self.encode_prompt(number, problem) for number, problem in replies.prompts()]
+            with waiting("sampling", len(keys), "rows") as wait, out_of_memory("inference_batch_per_device", num_slots):
+                completions = replies.sample(self.sampler, weights, prompts, keys, wait)
             sampled = time.perf_counter()
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
@@ -204,7 +187,7 @@ def make_worker(
     env = settings.env
     encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    chained = attach(sampler, settings, encode, sampling.page_size)
+    chained = attach(sampler, settings, encode)
     limit, room = sampler.max_prompt_tokens, ""
     if limit < sampling.prompt_length:
         room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"
@@ -228,7 +211,6 @@ def make_worker(
         sampler=chained.sampler,
         scorer=scorer,
         layout=layout,
-        rows_per_call=sampling.inference_batch_per_device * layout.row_shards,
         fitting_ids=tasks,
         make_replies=chained.make_replies,
         notes=chained.notes,

@@ -1,45 +1,52 @@
-"""Samples completions with a KV cache: compiled segments, early exit, fewer slots for fewer rows, shared prompts.
+"""Samples completions over the pages of a KV cache: rows take slots and leave them, in one queue, with few programs.
 
-`Chain` samples single replies on one CPU: all rows are at the same token. On accelerators and in conversations,
-core/chains/pages.py samples. `Chain` has two caches: of prompts, one row a prompt, and of completions, one row a slot.
+`Scheduler` has three verbs: it admits rows to slots, decodes a segment of tokens of each, and ends replies. What
+follows a reply is up to functions of the `Sampler` (`on_end`, `on_wait`), by which turns of an environment and programs
+of agents continue the row. Which slots and pages rows have: core/slots/table.py.
 
-To change which token is sampled (a penalty, another truncation): the step of `draw_tokens`.
-To change when a completion ends: `completion_end`. To change the order of work, or what is kept of it: `Sampler`.
+A sample depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
+out, and computed again from their own tokens: no token changes.
 
-N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots.
+To change which token is sampled (a penalty, another truncation): `draw_tokens` in core/slots/decode.py.
+To change when a reply ends: `Sampler.reply_end`. To change the order of work: `Scheduler.run`.
+
+N prompts, G completions of each, B = N G rows, R some of them, A completion columns, S lanes of a program, s steps of a
+segment.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from threading import Event
+from time import perf_counter
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, PyTree, UInt32
+from jaxtyping import Bool, Int, UInt32
 
-from core.blocks import Blocks, CachedRow, is_live, sizes_of
 from core.records import Completions
+from core.slots.decode import SampledTokens, decode_pages
+from core.slots.prefill import PrefillJob, chunk_arrays, chunks_of, make_job, prefill_pages
+from core.slots.rows import NO_STOPS, Next, Rows, Segment, Stops, Turn
+from core.slots.table import PageSizes, PageTable, expected_pages, in_lanes, page_sizes, page_tokens
 from models import decoder, lora
 from models.architecture import Decoder, Table, is_spec
-from models.cache import Cache
-from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
+from models.distribution import MAX_SUPPORT, Distribution
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
-from models.pages import Paging
+from models.pages import Paging, new_state, paged_kernel
 from models.tokenizer import Tokenizer
-from utils.batching import bucket, concatenate, round_up
+from utils.batching import concatenate
 from utils.devices.sharding import Layout, single_device
-from utils.devices.threads import take_turns
+from utils.devices.threads import LAUNCHING, between_turns, take_turns
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError, refuse
 from utils.settings.options import option
 from utils.threefry import threefry
 
-MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the tokens to the host
-PROMPTS = 8  # prompts whose caches are computed at once
+SEGMENT = 32  # most decode steps between two transfers of the tokens to the host
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class SamplingConfig:
     stop_strings: str = option("", "Texts or special tokens that end a completion, separated by commas")
     page_size: int = option(
         -1,
-        "Tokens in a page of the KV cache; 0: no pages, for single replies on one CPU; -1: chosen for the hardware",
+        "Tokens in a page of the KV cache; -1: chosen for the hardware",
         resumable=True,
     )
     inference_batch_per_device: int = option(
@@ -85,9 +92,9 @@ class SamplingConfig:
             (self.inference_batch_per_device < 0,
              "--inference_batch_per_device must not be negative: give 1 or more, or 0 for as many rows as fit in "
              "memory"),
-            (self.page_size not in (-1, 0, 8, 16, 32, 64, 128, 256),
-             f"--page_size {self.page_size} is no page size: give a power of two from 8 to 256, 0 for no pages, or -1 "
-             "to have it chosen"),
+            (self.page_size not in (-1, 8, 16, 32, 64, 128, 256),
+             f"--page_size {self.page_size} is no page size: give a power of two from 8 to 256, or -1 to have it "
+             "chosen"),
         ])  # fmt: skip
         self.distribution.describe()  # it checks its own settings when it is made
 
@@ -96,97 +103,12 @@ class SamplingConfig:
         return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-class ChainJob(NamedTuple):
-    """Prompts of a call that one chain samples, with equal numbers of completions."""
-
-    prompts: Sequence[list[int]]
-    keys: UInt32[np.ndarray, "B 2"]  # a key for each completion; rows of a prompt are adjacent
-    num_columns: int  # padded length of prompts
-    row_offset: int  # rows of the call before these
-
-
-class Segment(NamedTuple):
-    """The completions of a chain after a segment of its decode steps."""
-
-    first_row: int  # number of the chain's first row in the call
-    tokens: Int[np.ndarray, "B A"]
-    num_sampled: int  # columns of tokens, so far
-    lengths: Int[np.ndarray, "B"]  # tokens of completions; above `num_sampled` if a row goes on
-
-    def ended_rows(self) -> list[int]:
-        """Returns the rows of the chain that have ended."""
-        return np.flatnonzero(self.lengths <= self.num_sampled).tolist()
-
-
-class Drawn:
-    """Host arrays of the rows of a chain, filled segment by segment; rows of a prompt are adjacent."""
-
-    def __init__(self, sampler: "Sampler", prompts: Sequence[list[int]], num_rows: int):
-        model, num_columns = sampler.model, sampler.max_new_tokens
-        support_size, route_shape = sampler.distribution.support_size(model.vocab_size), model.route_shape
-        shape = num_rows, num_columns
-        self.prompts = prompts
-        self.owner = np.repeat(np.arange(len(prompts)), num_rows // len(prompts))  # prompt of each row
-        self.prompt_lengths = np.array([len(prompt) for prompt in prompts])[self.owner]
-        self.first_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]  # inputs of first steps
-        self.tokens = np.zeros(shape, np.int32)
-        self.logprobs = np.zeros(shape, np.float32)
-        self.mask = np.zeros(shape, bool)
-        self.support = np.zeros((*shape, support_size), np.int32)
-        self.routes = np.zeros((*shape, *route_shape), np.int16)
-        self.lengths = np.full(num_rows, num_columns)
-        self.done = np.zeros(num_rows, bool)
-        self.slot_steps = np.zeros(num_rows)
-
-    def add(
-        self,
-        rows: Int[np.ndarray, "R"],
-        starts: Int[np.ndarray, "R"],
-        counts: Int[np.ndarray, "R"],
-        results: Sequence[np.ndarray],
-    ) -> None:
-        """Writes the first `counts` tokens that were sampled for rows, from the columns `starts` on."""
-        i, j = np.nonzero(np.arange(results[0].shape[1]) < counts[:, None])
-        places = rows[i], starts[i] + j
-        for array, new in zip((self.tokens, self.logprobs, self.support, self.routes), results, strict=True):
-            array[places] = new[i, j]
-        self.mask[places] = True
-
-    def completions(self) -> Completions:
-        """Returns each row's completion behind its prompt."""
-        lengths = self.prompt_lengths + self.lengths
-        columns = np.arange(lengths.max()) - self.prompt_lengths[:, None]  # 0: the first of the completion
-        is_completion = (columns >= 0) & (columns < self.lengths[:, None])
-        source = np.clip(columns, 0, self.tokens.shape[1] - 1)
-
-        def behind_prompt(x: np.ndarray) -> np.ndarray:
-            axes = (...,) + (None,) * (x.ndim - 2)
-            moved = np.take_along_axis(x, source[axes], axis=1)
-            return np.where(is_completion[axes], moved, np.zeros((), x.dtype))
-
-        tokens = behind_prompt(self.tokens)
-        for row, i in enumerate(self.owner):
-            tokens[row, : len(self.prompts[i])] = self.prompts[i]
-        return Completions(
-            tokens=tokens,
-            mask=behind_prompt(self.mask),
-            logprobs=behind_prompt(self.logprobs),
-            lengths=lengths,
-            prompt_lengths=self.prompt_lengths,
-            finished=self.done,
-            slot_steps=self.slot_steps,
-            num_observed=np.zeros(len(lengths), int),
-            support=behind_prompt(self.support) if self.support.size else None,
-            routes=behind_prompt(self.routes) if self.routes.size else None,
-        )
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Samples completions of prompts.
 
     A token's key is made from (key, position of the group, number of the sample, number of the token). So samples do
-    not depend on the batch, the row's place in it, compaction or the number of devices.
+    not depend on the batch, the row's place in it, the schedule or the number of devices.
     """
 
     model: Decoder
@@ -194,21 +116,25 @@ class Sampler:
     stop_ids: tuple[int, ...]
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
-    force_answer_at: int = 0  # tokens before the limit: a segment begins there
+    tokens_per_turn: int = 0  # limit of a reply; 0: none besides the row's
+    force_answer_at: int = 0  # tokens before the limit, at which a reply that has not ended is asked for its answer
     # Tokens to write there instead of sampled ones, after the tokens of a reply: core/chains/forced.py.
     forced_answer: Callable[[Int[np.ndarray, "A"]], list[int]] = lambda reply: []
     max_prompt_tokens: int = 1 << 30
-    block_sizes: tuple[int, ...] = ()  # see core/blocks.py; empty: by the model's size
     segment: int = SEGMENT
-    prompt_columns: int = 0  # least width to which prompts are padded
-    paging: Paging = field(default_factory=Paging)  # see core/chains/pages.py
+    paging: Paging = field(default_factory=Paging)
     tokenizer: Tokenizer | None = None  # needed by stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[["Sampler", Weights, ChainJob], "Chain"] | None = None  # None: `Chain`; core/chains/
     # Weights for these rows of a call: the members of a population have adapters of their own.
     weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: sampling raises Stop
-    on_segment: Callable[[Segment], None] | None = None  # called after each segment, from the thread of its chain
+    # Functions that are called by the thread that samples. None: rows are single replies, for which nobody listens.
+    on_segment: Callable[[Segment], None] | None = None  # after each segment
+    on_tokens: Callable[[Turn], bool] | None = None  # of a reply that has not ended: whether it goes on
+    on_end: Callable[[Turn], Next | None] | None = None  # of a reply that has ended: what follows; None: it waits
+    # Between segments, with rows that wait: what follows their replies. Also whether no row can be sampled, the seconds
+    # that a segment with new tokens takes, and the rows that are sampled.
+    on_wait: Callable[[set[int], bool, float, int], dict[int, Next]] | None = None
 
     def on(self, layout: Layout) -> "Sampler":
         """Returns a sampler on another mesh of the same devices."""
@@ -243,170 +169,344 @@ class Sampler:
         return self.draw(weights, prompts, sample_keys(key, positions, num_samples))
 
     def draw(self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]) -> Completions:
-        """Samples a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
-        num_prompts = len(prompts)
-        num_samples = len(keys) // num_prompts
-        num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
-        make_chain, chains = self.make_chain or Chain, []
-        for part in np.array_split(np.arange(num_prompts), self.num_chains(num_prompts)):
-            start, stop = int(part[0]), int(part[-1]) + 1
-            rows = slice(start * num_samples, stop * num_samples)
-            job = ChainJob(prompts[start:stop], keys[rows], num_columns, row_offset=rows.start)
-            chains.append(make_chain(self, weights, job))
+        """Samples a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`.
+
+        A small model on a CPU samples two parts of the rows in threads.
+        """
+        num_samples = len(keys) // len(prompts)
+        num_parts = min(len(prompts), self.layout.num_chains(self.model.num_parameters))
+        schedulers = []
+        for part in np.array_split(np.arange(len(prompts)), num_parts):
+            first, stop = int(part[0]), int(part[-1]) + 1
+            rows = slice(first * num_samples, stop * num_samples)
+            schedulers.append(Scheduler(self, weights, prompts[first:stop], keys[rows], rows.start))
         cancelled = self.cancelled or Event()
-        completions = take_turns(lambda chain: chain.run(cancelled), chains, cancelled)
+        completions = take_turns(lambda scheduler: scheduler.run(cancelled), schedulers, cancelled)
         if cancelled.is_set():
             raise Stop
         return concatenate(completions)
 
-    def num_chains(self, num_prompts: int) -> int:
-        """Returns the number of about equal parts of a batch that are sampled at the same time."""
-        return min(num_prompts, self.layout.num_chains(self.model.num_parameters))
+    def sizes(self, num_rows: int = 1, longest_prompt: int = 0) -> PageSizes:
+        """Returns the sizes of the cache and of programs; numbers that the settings leave open are those of a call."""
+        if self.max_prompt_tokens < self.model.num_positions:
+            longest_prompt = self.max_prompt_tokens
+        settings = self.max_new_tokens, self.tokens_per_turn, self.segment
+        return page_sizes(self.paging, self.model, self.layout, num_rows, longest_prompt, *settings)
 
-    def segments(self) -> list[int]:
-        """Returns the steps of each decode segment: equal numbers up to the forced answer, and from there to the limit.
-
-        Rows that end in a segment wait for its end. Segments are longer for long limits.
-        """
-        most_steps = min(self.segment, max(MIN_SEGMENT, self.max_new_tokens // 64))
-        lengths = []
-        for num_tokens in (self.max_new_tokens - self.force_answer_at, self.force_answer_at):
-            if num_tokens:
-                num_segments = -(-num_tokens // most_steps)
-                steps = -(-num_tokens // num_segments)
-                lengths += [min(steps, num_tokens - start) for start in range(0, num_tokens, steps)]
-        return lengths
-
-    def cache_columns(self, num_tokens: int) -> int:
-        """Returns the width of a cache for this number of completion tokens: one of few, since each has its programs.
-
-        The widths are the limit, its half, quarter and eighth, if these are at least 64 columns.
-        """
-        parts = [self.max_new_tokens >> n for n in range(4)]
-        widths = [round_up(part, 32) for part in parts if part >= 64 or part == parts[0]]
-        return min(width for width in widths if width >= num_tokens)
-
-    def completion_ends(self, tokens: Int[np.ndarray, "R A"], start: int, stop: int) -> Int[np.ndarray, "R"]:
-        """Returns the length of each completion that ends in these columns; 0 for a completion that goes on."""
-        if self.stop_strings:
-            return np.array([self.completion_end(row, start, stop) or 0 for row in tokens], int)
-        is_stop = np.isin(tokens[:, start:stop], self.stop_ids)
-        return np.where(is_stop.any(axis=1), start + is_stop.argmax(axis=1) + 1, 0)
-
-    def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
-        """Returns the completion's length if these columns hold a stop token or complete a stop string; None if not."""
-        is_stop = np.isin(tokens[start:stop], self.stop_ids)
+    def reply_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int, stops: Stops = NO_STOPS) -> int | None:
+        """Returns the reply's length if these columns hold a stop token or complete a stop string; None if not."""
+        strings = *self.stop_strings, *stops.strings
+        is_stop = np.isin(tokens[start:stop], (*self.stop_ids, *stops.ids))
         end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
+
+        def has_string(num_tokens: int) -> bool:
+            text = self.tokenizer.decode(tokens[:num_tokens]) if strings else ""
+            return any(string in text for string in strings)
+
         last = end or stop
-        if self.has_stop_string(tokens[:last]):
-            return next(n for n in range(start + 1, last + 1) if self.has_stop_string(tokens[:n]))
-        return end
-
-    def has_stop_string(self, tokens: Int[np.ndarray, "A"]) -> bool:
-        """True if the text of these tokens holds a stop string."""
-        text = self.tokenizer.decode(tokens) if self.stop_strings else ""
-        return any(stop in text for stop in self.stop_strings)
+        return next(n for n in range(start + 1, last + 1) if has_string(n)) if has_string(last) else end
 
 
-class Chain:
-    """The completions of some prompts, sampled in step on one CPU. Their slots: core/blocks.py."""
+class Launched(NamedTuple):
+    """A segment of some rows whose results are not read yet: their lanes, first tokens, and tokens that count."""
 
-    def __init__(self, sampler: Sampler, weights: Weights, job: ChainJob):
-        self.sampler, self.layout, self.weights = sampler, sampler.layout, weights
-        self.prompts, self.keys, self.num_columns, self.row_offset = job
-        self.drawn = Drawn(sampler, self.prompts, len(self.keys))
-        self.last_tokens = self.drawn.first_tokens
-        self.forced = np.full_like(self.drawn.tokens, -1)  # tokens to write instead of sampled ones; -1: none
-        # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
-        self.starts = np.int32([self.num_columns + 1 - len(prompt) for prompt in self.prompts])
-        sizes = sampler.block_sizes or sizes_of(sampler.model)
-        self.slots = Blocks(self.layout, sizes, len(self.keys), self.starts, self.num_columns)
+    rows: Int[np.ndarray, "R"]
+    lanes: Int[np.ndarray, "R"]
+    starts: Int[np.ndarray, "R"]
+    counts: Int[np.ndarray, "R"]
+    versions: Int[np.ndarray, "R"]
+    columns: SampledTokens
+    has_prefill: bool  # tokens of rows were computed before it
+
+
+class Scheduler:
+    """The rows of some prompts while they are sampled: admitted to slots, decoded segment by segment, and ended."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        first_row: int = 0,
+    ):
+        """`keys` of a prompt are adjacent; `first_row`: number of the first row in the call."""
+        self.sampler, self.model, self.layout, self.weights = sampler, sampler.model, sampler.layout, weights
+        model, layout, self.keys, self.first_row = sampler.model, sampler.layout, keys.copy(), first_row
+        support_size = sampler.distribution.support_size(model.vocab_size)
+        self.rows = Rows(model, prompts, len(keys), sampler.max_new_tokens, support_size)
+        self.rows.limits[:] = self.limit_from(0) - sampler.force_answer_at
+        self.was_forced = np.full(len(keys), not sampler.force_answer_at)
+        self.stops: dict[int, Stops] = {}  # of rows that have their own
+        self.distributions: dict[int, Distribution] = {}
+        sizes = self.sizes = sampler.sizes(len(keys), int(self.rows.prompt_lengths.max()))
+        num_shards = layout.row_shards
+        self.table = PageTable(
+            num_shards=num_shards,
+            num_slots=sizes.num_slots // num_shards,
+            num_pages=sizes.num_pages // num_shards,
+            width=sizes.width,
+            page=sizes.page,
+            prompts=np.repeat(np.arange(len(prompts)), len(keys) // len(prompts)),
+            num_shared=self.num_shared(self.rows.prompt_lengths),
+        )
+        self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
+        self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
+        # On a CPU, tokens after the end of a reply would cost time. A DeltaNet state cannot go back to that end.
+        self.is_ahead = not (layout.is_cpu or model.delta)
+        self.was_idle = np.zeros(len(keys), bool)  # rows that waited when the last segment was launched
+        self.has_prefill, self.clock = False, perf_counter()  # before the next segment
 
     def run(self, cancelled: Event) -> Completions:
-        """Samples segments until all rows are done, and returns the completions."""
-        sampler, drawn = self.sampler, self.drawn
-        self.slots.open(self.prefill(), sampler.cache_columns(1))
-        for start, steps in self.segments(cancelled):
-            end = start + steps
-            for rows, forced, columns in [self.launch(i, start, steps) for i in range(len(self.slots.blocks))]:
-                is_drawn = is_live(rows, drawn.done)
-                live = rows[is_drawn]
-                results = [x[is_drawn] for x in self.layout.fetch(columns)]
-                drawn.add(live, np.full(len(live), start), np.full(len(live), steps), results)
-                drawn.mask[live, start:end] = forced[is_drawn, :steps] < 0
-                drawn.slot_steps[live] += len(rows) * steps / len(live)
-                ends = sampler.completion_ends(drawn.tokens[live], start, end)
-                drawn.lengths[live] = np.where(ends, ends, drawn.lengths[live])
-                drawn.done[live] = ends > 0
-            self.last_tokens = drawn.tokens[:, end - 1]
-            if sampler.on_segment:
-                sampler.on_segment(Segment(self.row_offset, drawn.tokens, end, drawn.lengths))
-        return drawn.completions()
+        """Samples segments until all rows are over, and returns the completions."""
+        launched = []
+        while not (self.rows.is_over.all() or cancelled.is_set()):
+            with LAUNCHING:
+                self.admit()
+                previous, launched = launched, self.decode()
+            if not self.is_ahead:
+                previous, launched = launched, []
+            for segment in previous:
+                self.end(segment)
+            self.listen(previous, is_idle=not (previous or launched))
+        return self.rows.completions()
 
-    def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
-        """Yields the first token and the steps of each segment, while there are rows that are not done."""
-        start = 0
-        for steps in self.sampler.segments():
-            if self.drawn.done.all() or cancelled.is_set():
-                return
-            self.slots.fit(self.drawn.done, self.sampler.cache_columns(start + steps))
-            yield start, steps
-            start += steps
+    # Admit
 
-    def launch(self, number: int, start: int, steps: int) -> tuple[np.ndarray, np.ndarray, "SampledTokens"]:
-        """Launches a segment of a block; returns the rows of its slots, their forced tokens, and the samples."""
-        sampler, block = self.sampler, self.slots.blocks[number]
-        rows = np.maximum(block.rows, 0)
-        forced = self.forced_tokens(block.rows, start)
-        state = self.layout.put(
-            SlotState(
-                start=np.int32(start),
-                starts=block.starts,
-                last_tokens=self.last_tokens[rows],
-                keys=self.keys[rows],
-                forced=forced,
-                count=np.int32(steps),
-            )
+    def admit(self) -> None:
+        """Gives rows slots and pages, and computes the tokens missing in their cache, except the last one."""
+        rows, table, page = self.rows, self.table, self.sizes.page
+        lengths = rows.prompt_lengths - 1
+        needed = -(-(lengths + np.minimum(rows.num_launched + self.sizes.steps, rows.limits)) // page)
+        self.lose(table.reserve(np.where(rows.is_sampling, needed, 0)))
+        is_ready = rows.is_sampling & (rows.num_launched == rows.num_tokens)
+        jobs, may_yield = [], self.rows_that_may_yield()
+        if any(table.may_admit(shard, may_yield) for shard in table.shards):
+            steps, limit, ended = self.sizes.steps, self.sampler.max_new_tokens, self.sampler.paging.ended
+            expected = expected_pages(table, lengths, np.where(rows.is_over, 0, rows.num_launched), steps, limit, ended)
+            admitted, firsts, aside = table.admit(is_ready, may_yield, needed, expected)
+            self.lose(aside)
+            rows.num_cached[admitted] = table.num_shared[admitted] * page
+            rows.num_recomputed[admitted] += np.maximum(0, rows.num_lost[admitted] - rows.num_cached[admitted])
+            jobs = [make_job(self.model, rows, table, row, 0, table.num_shared[row] * page, True) for row in firsts]
+        if paged_kernel(self.model) == "plain":  # a program reads copies of pages from before its own results
+            self.prefill(jobs)
+            jobs = []
+        num_known = lengths + rows.num_tokens
+        behind = np.flatnonzero((table.slots >= 0) & is_ready & (rows.num_cached < num_known)).tolist()
+        of_rows = [make_job(self.model, rows, table, row, rows.num_cached[row], num_known[row]) for row in behind]
+        self.prefill(jobs + of_rows)
+        rows.num_cached[behind] = num_known[behind]
+        self.has_prefill = bool(behind)
+
+    def lose(self, aside: Sequence[int]) -> None:
+        """Forgets the cache of rows that were put aside: it is computed again from their tokens."""
+        self.rows.num_lost[aside], self.rows.num_cached[aside] = self.rows.num_cached[aside], 0
+
+    def rows_that_may_yield(self) -> Bool[np.ndarray, "B"]:
+        """Returns rows that have waited for a segment for what follows, or wait while nothing is sampled."""
+        was_idle, self.was_idle = self.was_idle, ~(self.rows.is_sampling | self.rows.is_over)
+        shards, is_sampled = self.table.shard_of_row, (self.table.slots >= 0) & self.rows.is_sampling
+        return self.was_idle & (was_idle | ~np.isin(shards, shards[is_sampled]))
+
+    def num_shared(self, prompt_lengths: Int[np.ndarray, "*R"]) -> Int[np.ndarray, "*R"]:
+        """Returns the pages that prompts fill. A state of linear attention is a row's own, with its prompt."""
+        return np.where(self.model.delta is None, np.maximum(0, prompt_lengths - 1) // self.sizes.page, 0)
+
+    def prefill(self, jobs: Sequence[PrefillJob]) -> None:
+        """Computes the cache of tokens of several rows at once, in few shapes; shared prompts first."""
+        for part, (num_rows, num_tokens) in chunks_of(jobs, self.table, self.sizes.chunks):
+            rows, *arrays = chunk_arrays(self.model, part, self.table, self.sizes, num_rows, num_tokens)
+            self.state = prefill_pages(self.model, self.weights_of(rows), self.state, *self.layout.put(tuple(arrays)))
+
+    def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
+        """Returns the weights that these rows are sampled with."""
+        return self.sampler.weights_of(self.weights, self.first_row + rows)
+
+    # Decode
+
+    def decode(self) -> list[Launched]:
+        """Launches the next segment of all rows that can be sampled, in programs of few sizes."""
+        rows, table, launched = self.rows, self.table, []
+        can_go_on = (table.slots >= 0) & rows.is_sampling & (rows.num_launched < rows.limits)
+        drawing = np.flatnonzero(can_go_on)
+        if not drawing.size:
+            return []
+        num_free = sum(len(shard.pages) for shard in table.shards)
+        self.sampler.paging.load.update(
+            segments=1,
+            rows_running=len(drawing),
+            rows_waiting=sum(len(shard.waiting) for shard in table.shards),
+            pages_in_use=1 - num_free / self.sizes.num_pages,
         )
-        weights = sampler.weights_of(self.weights, self.row_offset + rows)
-        cache, columns = decode_segment(
-            sampler.model, sampler.distribution, forced.shape[1], weights, block.prompts, block.cache, state
+        drawing = drawing[np.argsort(rows.num_launched[drawing], kind="stable")]  # long rows read more pages
+        own = [self.distributions.get(row, self.sampler.distribution) for row in drawing.tolist()]
+        for distribution in dict.fromkeys(own):
+            part = drawing[[each == distribution for each in own]] if self.distributions else drawing
+            ranks, num_shards = table.ranks(part), len(table.shards)
+            num_lanes = self.sizes.num_lanes((ranks.max() + 1) * num_shards)
+            numbers = ranks // (num_lanes // num_shards)
+            launched += [self.launch(part[numbers == i], num_lanes, distribution) for i in range(numbers.max() + 1)]
+        return launched
+
+    def launch(self, drawing: Int[np.ndarray, "R"], num_lanes: int, distribution: Distribution) -> Launched:
+        """Launches the next segment of these rows."""
+        rows, table, starts = self.rows, self.table, self.rows.num_launched[drawing]
+        counts = np.minimum(self.sizes.steps, rows.limits[drawing] - starts)
+        lanes, slots = table.lanes(drawing, num_lanes), table.slots[drawing]
+        columns = rows.prompt_lengths[drawing] - 1 + starts
+        width = self.sizes.read_width(int(columns.max()) + self.sizes.steps)
+        pages = table.pages(lanes, num_lanes, table.table[slots, :width], slots % table.num_slots, columns, counts)
+        given = np.where(starts == rows.num_tokens[drawing], rows.last_tokens(drawing), -1).astype(np.int32)
+        of_lanes = [in_lanes(x, lanes, num_lanes) for x in (given, starts.astype(np.int32), self.keys[drawing])]
+        self.state, self.last_tokens, sampled = decode_pages(
+            self.model,
+            distribution,
+            self.sizes.steps,
+            self.sampler.stop_ids if self.model.delta else (),
+            self.weights_of(in_lanes(drawing, lanes, num_lanes)),
+            self.state,
+            self.last_tokens,
+            *self.layout.put((pages, *of_lanes)),
         )
-        self.slots.blocks[number] = block._replace(cache=cache)
-        return block.rows, forced, columns
+        rows.num_launched[drawing] += counts
+        rows.num_cached[drawing] = rows.prompt_lengths[drawing] - 1 + rows.num_launched[drawing]
+        return Launched(drawing, lanes, starts, counts, rows.versions[drawing], sampled, self.has_prefill)
 
-    def forced_tokens(self, rows: Int[np.ndarray, "S"], start: int) -> Int[np.ndarray, "S s"]:
-        """Returns the tokens to write instead of sampled ones, in columns of the longest segment; -1 for none."""
-        sampler, width, rows = self.sampler, max(self.sampler.segments()), np.maximum(rows, 0)
-        if start == sampler.max_new_tokens - sampler.force_answer_at:
-            for row in set(rows.tolist()):
-                answer = sampler.forced_answer(self.drawn.tokens[row, :start])[: sampler.force_answer_at]
-                self.forced[row, start : start + len(answer)] = answer
-        forced = self.forced[rows, start : start + width]
-        return np.pad(forced, ((0, 0), (0, width - forced.shape[1])), constant_values=-1)
+    # End
 
-    def prefill(self) -> list[CachedRow]:
-        """Computes the caches of prompts, without their last tokens, which the first decode step reads.
+    def end(self, segment: Launched) -> None:
+        """Adds the tokens of a segment to its rows, and ends the replies that stop in them or reach their limits."""
+        rows, results = self.rows, self.layout.fetch(segment.columns)
+        is_valid = (rows.versions[segment.rows] == segment.versions) & ~rows.is_over[segment.rows]
+        drawn, lanes, starts, counts = (x[is_valid] for x in segment[:4])
+        if not len(drawn):
+            return
+        results = [x[lanes] for x in results]
+        counts, has_stop = self.ends_of(drawn, starts, counts, results[0])
+        rows.add(drawn, starts, counts, results)
+        rows.slot_steps[drawn] += segment.columns[0].size / len(drawn)
+        has_ended = has_stop | (rows.num_tokens[drawn] == rows.limits[drawn])
+        for row, is_stop in zip(drawn[has_ended].tolist(), has_stop[has_ended].tolist(), strict=True):
+            rows.take_back(row, int(rows.num_tokens[row]))
+            self.end_reply(row, is_stop)
 
-        Returns for each prompt a cache, and the number of its row there.
-        """
-        group_size = len(self.keys) // len(self.prompts)
-        size = PROMPTS if len(self.prompts) > 1 else 1
-        places = []
-        for first in range(0, len(self.prompts), size):
-            tokens = np.zeros((size, self.num_columns), np.int32)
-            starts = np.full(size, self.num_columns, np.int32)
-            rows = np.full(size, first * group_size)
-            part = self.prompts[first : first + size]
-            for i, prompt in enumerate(part):
-                starts[i] = self.starts[first + i]
-                tokens[i, starts[i] :] = prompt[:-1]
-                rows[i] = (first + i) * group_size
-            weights = self.sampler.weights_of(self.weights, self.row_offset + rows)
-            tokens, starts = self.layout.put((tokens, starts))
-            cache = jax.tree.map(np.asarray, prefill(self.sampler.model, weights, tokens, starts))
-            places += [(cache, i) for i in range(len(part))]
-        return places
+    def ends_of(
+        self,
+        drawn: Int[np.ndarray, "R"],
+        starts: Int[np.ndarray, "R"],
+        counts: Int[np.ndarray, "R"],
+        tokens: Int[np.ndarray, "R s"],
+    ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
+        """Returns how many of the new tokens belong to a reply, and True if the last of them ends it."""
+        is_stop = np.isin(tokens, self.sampler.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
+        has_stop = is_stop.any(axis=1)
+        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
+        for i, row in enumerate(drawn.tolist() if self.sampler.stop_strings or self.stops else ()):
+            before = self.rows.tokens[row, self.rows.starts[row] : starts[i]]
+            reply = np.append(before, tokens[i, : counts[i]])
+            end = self.sampler.reply_end(reply, len(before), len(reply), self.stops.get(row, NO_STOPS))
+            if end:
+                counts[i], has_stop[i] = end - len(before), True
+        return counts, has_stop
+
+    def end_reply(self, row: int, has_stop: bool) -> None:
+        """Takes a row whose reply has ended, with a stop or at its limit, to what follows."""
+        if not (has_stop or self.was_forced[row]):
+            self.force_answer(row)
+            return
+        following = Next(finished=has_stop)
+        if self.sampler.on_end:
+            following = self.sampler.on_end(self.rows.turn(row, self.first_row, is_truncated=not has_stop))
+        if following:
+            self.follow(row, following)
+        else:
+            self.rows.is_sampling[row] = False
+
+    def force_answer(self, row: int) -> None:
+        """Writes the beginning of an answer after a reply that is near the limit."""
+        sampler, rows, start = self.sampler, self.rows, int(self.rows.num_tokens[row])
+        self.was_forced[row], rows.limits[row] = True, sampler.max_new_tokens
+        tokens = sampler.forced_answer(rows.tokens[row, :start])[: sampler.max_new_tokens - start]
+        rows.append(row, tokens)
+        stop = sampler.reply_end(rows.tokens[row], start, start + len(tokens))
+        if stop or start + len(tokens) == sampler.max_new_tokens:
+            rows.num_tokens[row] = stop or sampler.max_new_tokens
+            self.finish(row, is_finished=stop is not None)
+
+    def follow(self, row: int, following: Next) -> None:
+        """Continues a row behind its reply, begins it, or takes it out."""
+        rows = self.rows
+        if following.num_kept is not None:
+            rows.take_back(row, int(rows.starts[row]) + following.num_kept)
+        if not following.tokens:
+            return self.finish(row, following.finished)
+        if following.begins:
+            self.begin(row, list(following.tokens), following.key)
+        else:
+            rows.append(row, following.tokens)
+            rows.num_observed[row] += len(following.tokens)
+        rows.starts[row], rows.is_sampling[row] = rows.num_tokens[row], True
+        rows.limits[row] = self.limit_from(int(rows.starts[row]), following.limit)
+        for own, value in (self.stops, following.stops), (self.distributions, following.distribution):
+            own.pop(row, None)
+            own.update({row: value} if value else {})
+
+    def limit_from(self, start: int, num_tokens: int = 0) -> int:
+        """Returns the column before which a reply ends that begins at this one."""
+        limits = [n for n in (num_tokens, self.sampler.tokens_per_turn) if n]
+        return min([self.sampler.max_new_tokens, *(start + n for n in limits)])
+
+    def begin(self, row: int, prompt: list[int], key: UInt32[np.ndarray, "2"] | None) -> None:
+        """Gives a row its prompt; what it held is forgotten. Rows with equal prompts share pages."""
+        table = self.table
+        if table.slots[row] >= 0:
+            table.leave(row)
+            table.shards[table.shard_of_row[row]].waiting.append(row)
+        same = (i for i, other in enumerate(self.rows.prompts) if other == prompt)
+        table.prompts[row] = table.prompts[next(same)] if prompt in self.rows.prompts else table.prompts.max() + 1
+        self.rows.restart(row, prompt)
+        table.num_shared[row] = self.num_shared(np.array(len(prompt)))
+        if key is not None:
+            self.keys[row] = key
+
+    def finish(self, row: int, is_finished: bool) -> None:
+        """Takes a row out; `is_finished`: it was not truncated."""
+        rows = self.rows
+        if not rows.prompts[row]:  # nobody asked for a reply
+            rows.restart(row, list(self.sampler.stop_ids[:1]))
+        rows.finished[row] = is_finished
+        rows.is_over[row], rows.is_sampling[row] = True, False
+        if rows.num_tokens[row]:
+            self.sampler.paging.ended.append(int(rows.num_tokens[row]))
+        self.table.drop(row)
+
+    # Listen
+
+    def listen(self, segments: Sequence[Launched], is_idle: bool) -> None:
+        """Calls the functions that listen to segments, and appends what has come for rows that wait."""
+        sampler, rows = self.sampler, self.rows
+        if segments and sampler.on_segment:
+            longest = int(rows.num_tokens.max())
+            lengths = np.where(rows.is_over, rows.num_tokens, longest + 1)
+            sampler.on_segment(Segment(self.first_row, rows.tokens, longest, lengths))
+        if sampler.on_tokens:
+            sampled = np.concatenate([segment.rows for segment in segments]) if segments else np.zeros(0, int)
+            for row in sampled[rows.is_sampling[sampled]].tolist():
+                if not sampler.on_tokens(rows.turn(row, self.first_row)):
+                    rows.is_sampling[row] = False
+                    rows.take_back(row, int(rows.num_tokens[row]))
+        if sampler.on_wait:
+            seconds = sampler.paging.seconds
+            seconds.extend(perf_counter() - self.clock for segment in segments[-1:] if segment.has_prefill)
+            waiting = np.flatnonzero(~rows.is_sampling & ~rows.is_over)
+            numbers = {self.first_row + row for row in waiting.tolist()}
+            pace = median(seconds) if seconds else 0.0
+            with between_turns():
+                found = sampler.on_wait(numbers, is_idle, pace, int(rows.is_sampling.sum()))
+            for number, following in found.items():
+                self.follow(number - self.first_row, following)
+            self.clock = perf_counter()
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
@@ -439,98 +539,12 @@ def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: Laye
 
 layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)
 merge = jax.jit(lora.merge)
-prefill = jax.jit(decoder.prefill, static_argnums=0)
-
-
-# Tokens, their log-probabilities, the ids that could be sampled, and the experts that computed the samples.
-SampledTokens = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
-DecodeStep = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
-
-
-class SlotState(NamedTuple):
-    """State of slots that are at the same token, from which a segment goes on."""
-
-    start: Int[Array, ""]  # number of the next token
-    starts: Int[Array, "N"]  # first column of each prompt in its cache
-    last_tokens: Int[Array, "S"]
-    keys: UInt32[Array, "S 2"]
-    forced: Int[Array, "S s"] | None = None  # tokens to write instead of sampled ones, -1 for none; None: none at all
-    count: Int[Array, ""] | None = None  # steps that are needed; None: all of the segment
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def decode_segment(
-    model: Decoder,
-    distribution: Distribution,
-    num_steps: int,
-    weights: Weights,
-    prompt_cache: Cache,
-    cache: Cache,
-    state: SlotState,
-) -> tuple[Cache, SampledTokens]:
-    """Samples the next tokens of each slot, after its last one; returns the cache, and the tokens in columns."""
-
-    def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> DecodeStep:
-        return decoder.decode(model, weights, prompt_cache, cache, last[:, None], state.start + i, state.starts)
-
-    last, keys = state.last_tokens, state.keys
-    numbers = jnp.broadcast_to(state.start, len(keys))
-    cache, _, columns = draw_tokens(
-        model, distribution, num_steps, forward, cache, last, keys, numbers, state.forced, state.count
-    )
-    return cache, columns
-
-
-def draw_tokens(
-    model: Decoder,
-    distribution: Distribution,
-    num_steps: int,
-    forward: Callable[..., DecodeStep],
-    cache: PyTree,
-    last: Int[Array, "S"],
-    keys: UInt32[Array, "S 2"],
-    numbers: Int[Array, "S"],
-    forced: Int[Array, "S s"] | None = None,
-    count: Int[Array, ""] | None = None,
-) -> tuple[PyTree, Int[Array, "S"], SampledTokens]:
-    """Samples tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
-
-    `forward` computes the logits behind the last tokens of step i, the new cache, and the experts. `forced` tokens (-1:
-    none) are written instead of sampled ones, with log-probability 0. `count`: steps to make; None: all.
-    """
-    # All at once: in the loop these would be twenty small programs for a token.
-    uniforms = sampling_uniforms(keys, numbers + jnp.arange(num_steps)[:, None])
-
-    def step(i: Int[Array, ""], state: tuple) -> tuple:
-        cache, last, columns = state
-        logits, cache, route = forward(i, cache, last)
-        token, logprob, ids = distribution.draw(logits, uniforms[i])
-        if forced is not None:
-            is_forced = forced[:, i] >= 0
-            token, logprob = jnp.where(is_forced, forced[:, i], token), jnp.where(is_forced, 0.0, logprob)
-        token = token.astype(jnp.int32)
-        new = token, logprob, ids, route[:, 0]
-        columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
-        return cache, token, columns
-
-    columns = empty_columns(model, distribution, (len(keys), num_steps))
-    # The number of steps is static: on a GPU, the host would read a condition after every token.
-    return jax.lax.fori_loop(0, num_steps if count is None else count, step, (cache, last, columns))
-
-
-def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> SampledTokens:
-    """Returns zeros, which a segment replaces by its samples."""
-    tokens = jnp.zeros(shape, jnp.int32)
-    logprobs = jnp.zeros(shape, jnp.float32)
-    support = jnp.zeros((*shape, distribution.support_size(model.vocab_size)), jnp.int32)
-    routes = jnp.zeros((*shape, *model.route_shape), jnp.int16)
-    return tokens, logprobs, support, routes
 
 
 def make_sampler(
     config: SamplingConfig, model: Decoder, tokenizer: Tokenizer, layout: Layout, max_new_tokens: int
 ) -> Sampler:
-    """Returns the sampler of these settings. Forced answers and pages are added by core/chains/attach.py."""
+    """Returns the sampler of these settings. Forced answers and turns are added by core/chains/attach.py."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
     return Sampler(
@@ -539,6 +553,9 @@ def make_sampler(
         stop_ids=stop_ids,
         distribution=config.distribution,
         stop_strings=stop_strings,
+        paging=Paging(
+            page_tokens(config.page_size, layout), num_slots=config.inference_batch_per_device * layout.row_shards
+        ),
         max_prompt_tokens=min(config.prompt_length, model.num_positions - max_new_tokens),
         tokenizer=tokenizer,
         layout=layout,

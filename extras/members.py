@@ -25,7 +25,7 @@ from jaxtyping import Int, UInt32
 from core.records import Completions
 from core.sampler import Sampler, Segment
 from models.names import LAYERS, LORA_A, LORA_B, MEMBERS, Array, LayerParams, Weights
-from utils.batching import concatenate, select_rows
+from utils.batching import select_rows
 from utils.runs.shutdown import Signals, Stop
 
 
@@ -85,10 +85,10 @@ class Request:
 
 
 class SharedSampler:
-    """Brings the requests of all members together; `rows_per_call` are sampled at once."""
+    """Brings the requests of all members together."""
 
-    def __init__(self, members: Sequence[str], rows_per_call: int = 0):
-        self.members, self.rows_per_call = members, rows_per_call
+    def __init__(self, members: Sequence[str]):
+        self.members = members
         self.lock = Lock()
         self.running = set(members)
         self.requests: dict[str, Request] = {}  # by member: requests that wait until the others have made theirs
@@ -146,18 +146,10 @@ class SharedSampler:
         keys = np.concatenate([request.keys for request in batch])
         starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
         weights, members = self.join_weights(batch)
-        # The rows of one request are no more than its worker samples at once, and conversations count them.
-        per_call = max(1, self.rows_per_call // num_samples) if len(batch) > 1 else len(prompts)
-        parts = []
-        for first in range(0, len(prompts), per_call):
-            call = slice(first, min(first + per_call, len(prompts)))
-            rows = slice(call.start * num_samples, call.stop * num_samples)
-            listener = partial(self.on_segment, batch, starts, rows.start)
-            listening = replace(sampler, on_segment=listener)
-            if members is not None:
-                listening = replace(listening, weights_of=partial(weights_of_members, members[rows]))
-            parts.append(listening.draw(weights, prompts[call], keys[rows]))
-        completions = concatenate(parts)
+        sampler = replace(sampler, on_segment=partial(self.on_segment, batch, starts))
+        if members is not None:
+            sampler = replace(sampler, weights_of=partial(weights_of_members, members))
+        completions = sampler.draw(weights, prompts, keys)
         for request, start in zip(batch, starts[:-1], strict=True):
             rows = np.arange(start, start + len(request.keys))
             width = int(completions.lengths[rows].max())
@@ -172,12 +164,12 @@ class SharedSampler:
         num_rows = [len(request.keys) for request in batch]
         return join_members([self.weights[name] for name in names]), np.repeat(numbers, num_rows)
 
-    def on_segment(self, batch: Sequence[Request], starts: Sequence[int], call_offset: int, segment: Segment) -> None:
+    def on_segment(self, batch: Sequence[Request], starts: Sequence[int], segment: Segment) -> None:
         """Hands each member its rows of a segment. Raises: Stop if all runs of the batch are asked to end, and may."""
         if all(request.is_stopped for request in batch):
             raise Stop
         for request, start in zip(batch, starts, strict=False):
-            request.on_segment(segment, call_offset + segment.first_row - start)
+            request.on_segment(segment, segment.first_row - start)
 
 
 def join_members(members: Sequence[Weights]) -> Weights:

@@ -239,10 +239,13 @@ def make_members(configs: Mapping[str, Config], layout: Layout, shared: SharedSa
             members.append(make_member(name, config, layout, shared, *members[:1]))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-    shared.rows_per_call = min(worker.rows_per_call for member in members for worker in member.workers.values())
-    for member in members:
-        own = member.workers.items()
-        member.workers = {role: replace(worker, rows_per_call=shared.rows_per_call) for role, worker in own}
+    for role in members[0].workers:
+        pagings = [member.workers[role].sampler.paging for member in members]
+        least = min(pagings, key=lambda paging: (paging.num_slots, paging.num_pages))
+        for member in members:
+            worker = member.workers[role]
+            paging = replace(worker.sampler.paging, num_slots=least.num_slots, num_pages=least.num_pages)
+            member.workers[role] = replace(worker, sampler=replace(worker.sampler, paging=paging))
     return members
 
 
@@ -253,8 +256,9 @@ def make_member(
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = MemberRun(config, layout, environments)
     lora = replace(config.lora, lora_merge="never")
-    arguments = config.compute.arguments | {"base": first.learner.base if first else None}
+    arguments = config.compute.arguments
     model, base, adapters, tokenizer = load_policy(run.folder.model_dir, lora, config.seed, layout, **arguments)
+    base = first.learner.base if first else base  # one copy for all
     if model.num_experts and model.adapts_experts:
         raise UserError("members of a population cannot have adapters of experts: train this model in a run of its own")
     tokenizer = first.tokenizer if first else tokenizer

@@ -244,7 +244,7 @@ def branch(
                 "branched: make the opening depend on the problem and the seed alone"
             )
         keys = sample_keys(jax.random.fold_in(key, from_turn), position, num_samples)
-        completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], keys)
+        completions = replies.sample(sampler, weights, [prompt], keys, Wait(""))
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])
     return Episodes(

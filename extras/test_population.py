@@ -18,17 +18,16 @@ from core.config import Config
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from extras import population
-from extras.members import MemberSampler, SharedSampler, join_members, with_members
+from extras.members import SharedSampler, join_members, with_members
 from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
 from models.names import LORA_B
-from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
+from models.pages import Paging
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments
 from utils.devices.sharding import single_device
 from utils.evaluation.estimates import mean_over_runs
-from utils.runs.shutdown import Signals
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -38,9 +37,9 @@ near = np.testing.assert_allclose
 def load_members(name: str = "models/tiny", number: int = 3):
     """A model, and the weights of members whose adapters move logits."""
     config = LoraConfig(lora_rank=2, lora_merge="never")
-    weights, base = [], None
+    weights = []
     for seed in range(number):
-        model, base, adapters, _ = load_policy(name, config, seed, single_device(), "float32", base=base)
+        model, base, adapters, _ = load_policy(name, config, seed, single_device(), "float32")
         rng = np.random.default_rng(seed)
         for array in [array for array in adapters if array.endswith(LORA_B)]:
             adapters[array] = np.float32(rng.normal(0, 0.01, adapters[array].shape))
@@ -141,31 +140,23 @@ def test_members_of_one_step_equal_runs_alone(tmp_path):
     assert Path(adapters["base_model_name_or_path"]).is_absolute(), "PEFT finds it from any folder"
 
 
-def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
-    """What fits of the environment may not of a held-out one with a larger limit, nor of another member."""
-    room = lambda worker, *_: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
-    # Workers for which memory leaves other numbers of rows.
-    monkeypatch.setattr(RolloutWorker, "with_room", room)
-    options = [*ALL, "--inference_batch_per_device=0", "--test_env_name=countdown-test(num_generation_tokens=200)"]
-    shared = SharedSampler(["a"])
-    configs = {"a": parse(Config, [*options, f"--save_dir={tmp_path / 'a'}"])}
-    members = population.make_members(configs, single_device(), shared)
-    workers = [worker for member in members for worker in member.workers.values()]
-    for worker in workers:
-        worker.scorer.close()
-    least = 6400 // max(worker.max_new_tokens for worker in workers)
-    assert {shared.rows_per_call, *(worker.rows_per_call for worker in workers)} == {least}
+def test_members_have_the_fewest_slots_that_fit_one_of_them(tmp_path, monkeypatch):
+    """What fits of one member may not of another; samplers with other slots would not sample together."""
+    room = iter([300, 250, 200, 400])
 
+    def with_room(worker: RolloutWorker, *_) -> RolloutWorker:
+        paging = Paging(8, num_pages=(num_slots := next(room)) * 50, num_slots=num_slots)
+        return replace(worker, sampler=replace(worker.sampler, paging=paging))
 
-def test_conversations_do_not_depend_on_the_rows_of_a_call():
-    def draw(rows_per_call: int) -> tuple[dict, set[int]]:
-        script = Script()
-        own = {"member": "a", "signals": Signals(), "shared": SharedSampler(["a"], rows_per_call)}
-        return rows_of(draw_all(script, make_sampler=MemberSampler, **own)), {*script.turns}
-
-    found, rows = draw(8)
-    assert rows == {*range(16)}
-    assert_same(found, rows_of(conversations()))
+    # Memory leaves other numbers of slots to each.
+    monkeypatch.setattr(RolloutWorker, "with_room", with_room)
+    configs = {name: parse(Config, [*ALL, f"--save_dir={tmp_path / name}"]) for name in "ab"}
+    members = population.make_members(configs, single_device(), SharedSampler([*"ab"]))
+    found = [{role: worker.sampler.paging.num_slots for role, worker in member.workers.items()} for member in members]
+    for member in members:
+        for worker in member.workers.values():
+            worker.scorer.close()
+    assert found == 2 * [{"env": 200, "test_env": 250}]
 
 
 @pytest.mark.parametrize(

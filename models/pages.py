@@ -39,13 +39,12 @@ Work = list[tuple[LayerCache | None, PyTree]]  # for each layer what a segment o
 class Paging:
     """Sizes of a cache in pages, over all devices, and counts from sampling over it."""
 
-    page: int = 0  # tokens; 0: no pages, rows are sampled in step
+    page: int = 0  # tokens; 0: chosen for the hardware
     num_pages: int = 0  # 0: as a call needs
     num_slots: int = 0
-    adapts: bool = True  # shapes follow a call, which makes more programs, and less work on a CPU
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY), compare=False)  # lengths of rows
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=16), compare=False)  # to continue a turn
-    load: Counter[str] = field(default_factory=Counter, compare=False)  # sums over segments: see `PagedChain.launch`
+    load: Counter[str] = field(default_factory=Counter, compare=False)  # sums over segments: see `Scheduler.decode`
 
     def take_load(self) -> dict[str, float]:
         """Returns the counts since the last call."""

@@ -3,14 +3,14 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import jax
 import numpy as np
 
-from core.chains.turns import Observation, TurnChain
 from core.records import Completions
-from core.sampler import Sampler
+from core.sampler import Next, Sampler, Turn
+from models.architecture import Decoder
 from tests.helpers import MODEL, assert_close, depth, random_params
 
 LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
@@ -24,13 +24,13 @@ OPERATIONS = depth(MODEL, WIDTH)
 LOGIT = 12.0
 
 
-def answer(turns: list[list[int]], num_left: int) -> Observation:
+def answer(turns: list[list[int]], num_left: int) -> Next:
     """What a made-up environment says: a few tokens or many, by the turns so far."""
     rng = random.Random(str(turns))
     if len(turns) == MAX_TURNS or rng.random() < 0.1:
-        return Observation(finished=True)
+        return Next(finished=True)
     tokens = [rng.randrange(MODEL.vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 70)))]
-    return Observation(tokens) if len(tokens) < num_left else Observation()
+    return Next(tokens) if len(tokens) < num_left else Next()
 
 
 class Script:
@@ -40,26 +40,27 @@ class Script:
         self.latency, self.tokens_per_turn = latency, tokens_per_turn
         self.turns, self.left, self.delay = defaultdict(list), {}, {}
 
-    def end_turn(self, row, turn, num_left):
-        self.turns[row].append(turn.tolist())
-        self.left[row] = num_left
-        self.delay[row] = self.latency(row, len(self.turns[row]))
+    def on_end(self, turn: Turn) -> None:
+        self.turns[turn.row].append(turn.tokens.tolist())
+        self.left[turn.row] = -1 if turn.is_truncated and not turn.num_left else turn.num_left
+        self.delay[turn.row] = self.latency(turn.row, len(self.turns[turn.row]))
 
-    def observe(self, rows, is_blocking, patience=None):
+    def on_wait(self, rows, is_idle, seconds, num_sampling):
         found = {}
-        while not found:
+        while rows and not found:
             found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
             self.delay.update({row: max(0, self.delay[row] - 1) for row in rows})
-            if not is_blocking:
+            if not is_idle:
                 break
         return found
 
+    def sampler(self, model: Decoder, **settings) -> Sampler:
+        hooks = {"on_end": self.on_end, "on_wait": self.on_wait, "tokens_per_turn": self.tokens_per_turn}
+        return Sampler(model, LIMIT, STOPS, **{"segment": 4} | hooks | settings)
 
-def draw_all(
-    script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, make_sampler=Sampler, **settings
-) -> Completions:
-    settings = {"segment": 4} | settings
-    sampler = make_sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
+
+def draw_all(script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, **settings) -> Completions:
+    sampler = (script or Script()).sampler(model, **settings)
     weights = sampler.load_weights(random_params(model))
     return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
 

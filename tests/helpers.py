@@ -16,15 +16,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from core import grpo
-from core.chains.pages import LaunchedSegment, PagedChain
 from core.config import Config
-from core.sampler import Sampler
+from core.sampler import Launched, Scheduler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD, Params
 from models.tokenizer import Tokenizer
 from tests.kill_runs import arguments
-from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
@@ -38,27 +36,20 @@ SHAPE_OF_HYBRID |= {"delta": DeltaShape(2, 4, 8, 16, kernel=4), "output_gate": T
 HYBRID = replace(MODEL, rms_norm_eps=1.0, **SHAPE_OF_HYBRID)
 
 
-def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, LaunchedSegment], None]:
-    """Returns a `PagedChain.read` in which row number i of a rollout draws the tokens `script_of(i)`, one by one."""
-    read = PagedChain.read
+def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[Scheduler, Launched], None]:
+    """Returns a `Scheduler.end` in which row number i of a rollout draws the tokens `script_of(i)`, one by one."""
+    end = Scheduler.end
 
-    def read_script(chain: PagedChain, segment: LaunchedSegment) -> None:
+    def end_script(scheduler: Scheduler, segment: Launched) -> None:
         columns = [np.zeros(x.shape, x.dtype) for x in segment.columns]
         num_steps = columns[0].shape[1]
         for row, lane in zip(segment.rows, segment.lanes, strict=True):
-            num_drawn = int(chain.drawn.mask[row].sum())
-            text = [*script_of(chain.row_offset + row)[num_drawn:], *[0] * num_steps]
+            num_drawn = int(scheduler.rows.mask[row].sum())
+            text = [*script_of(scheduler.first_row + row)[num_drawn:], *[0] * num_steps]
             columns[0][lane] = text[:num_steps]
-        read(chain, segment._replace(columns=tuple(columns)))
+        end(scheduler, segment._replace(columns=tuple(columns)))
 
-    return read_script
-
-
-class GrowingSampler(Sampler):
-    """A sampler whose cache has more widths than few tokens have on a CPU."""
-
-    def cache_columns(self, num_tokens: int) -> int:
-        return bucket(num_tokens)
+    return end_script
 
 
 def train_here(folder: Path, **flags) -> int:

@@ -11,6 +11,7 @@ from envs.base import Env, Problem
 from envs.scoring.scorer import Scorer
 from envs.scoring.worker import ScorerSettings
 from models.distribution import Distribution
+from models.pages import Paging
 from tests.helpers import MODEL, Letters, random_params
 from tests.learning import CONFIG
 from utils.devices.sharding import single_device
@@ -53,9 +54,9 @@ WHOLE = Distribution()
 COLLECT = with_options(CONFIG, groups_per_batch=4)
 
 
-def make_worker(num_tasks: int, rows_per_call: int = 64, distribution: Distribution = WHOLE) -> RolloutWorker:
+def make_worker(num_tasks: int, num_slots: int = 64, distribution: Distribution = WHOLE) -> RolloutWorker:
     env = Digest(num_tasks)
-    sampler = Sampler(MODEL, 6, (3,), distribution)
+    sampler = Sampler(MODEL, 6, (3,), distribution, paging=Paging(num_slots=num_slots))
     return RolloutWorker(
         env=env,
         name="digest",
@@ -63,7 +64,6 @@ def make_worker(num_tasks: int, rows_per_call: int = 64, distribution: Distribut
         sampler=sampler,
         scorer=HereScorer(env),
         layout=single_device(),
-        rows_per_call=rows_per_call,
     )
 
 

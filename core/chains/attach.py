@@ -30,8 +30,8 @@ class Attached(NamedTuple):
     notes: tuple[str, ...]  # remarks on prompts
 
 
-def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_size: int = -1) -> Attached:
-    """Returns the sampler, with forced answers and pages, and what takes its replies.
+def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode) -> Attached:
+    """Returns the sampler, with forced answers and ends of turns, and what takes its replies.
 
     Raises: UserError for options that cannot be combined.
     """
@@ -39,10 +39,6 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
-    if env.has_turns or page_size > 0 or not sampler.layout.is_single_cpu:
-        from core.chains.pages import with_pages
-
-        sampler = with_pages(sampler, page_size, env.has_turns)
     make_replies = Replies
     if env.has_turns:
         from core.chains.turns import Conversations, answering_calls, form_of
@@ -54,6 +50,7 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode, page_siz
              f"{settings.name} calls tools, and the model's chat template writes calls in a form that is not read: "
              "choose another model, or give --env_options dialect=json if it writes calls as JSON objects"),
         ])  # fmt: skip
+        sampler = replace(sampler, tokens_per_turn=0 if env.rollouts else env.tokens_per_turn)
         sampler = answering_calls(sampler, DIALECTS[env.dialect]) if env.dialect else sampler
         check_conversations(sampler, settings)
     if env.rollouts:

@@ -17,6 +17,7 @@ from core.sampler import Sampler, Segment
 from envs.base import Env, Problem, Text
 from envs.scoring.scorer import GradedReplies, ScoringStream
 from envs.scoring.worker import Rewards
+from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.metrics.terminal import Wait, waiting
@@ -41,25 +42,31 @@ class Replies:
         self.task_ids = np.repeat(task_ids, self.num_samples).tolist()
         self.own_rows = layout.process_share(len(keys), self.num_samples)
         self.texts: dict[int, str] = {}  # by row
-        self.lock = Lock()  # the chains of a sampler call from threads
+        self.lock = Lock()  # a sampler may call from several threads
 
-    def open(self, rows: range) -> list[tuple[int, Problem]]:
-        """Returns task number and problem of each prompt of these rows: single replies have one prompt a group."""
-        firsts = range(rows.start, rows.stop, self.num_samples)
+    def prompts(self) -> list[tuple[int, Problem]]:
+        """Returns task number and problem of each prompt: single replies have one prompt a group."""
+        firsts = range(0, len(self.problems), self.num_samples)
         return [(self.task_ids[row], self.problems[row]) for row in firsts]
 
-    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
-        """Returns a sampler that hands its rows to this object; `first_row`: number of the next call's first row."""
-        return replace(sampler, on_segment=partial(self.on_segment, wait, first_row))
+    def sample(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        wait: Wait,
+    ) -> Completions:
+        """Samples the replies to prompts; takes them as they end."""
+        return replace(sampler, on_segment=partial(self.on_segment, wait)).draw(weights, prompts, keys)
 
-    def on_segment(self, wait: Wait, call_offset: int, segment: Segment) -> None:
+    def on_segment(self, wait: Wait, segment: Segment) -> None:
         """Takes the rows that have ended since the last segment, and queues this process's rows for the graders."""
-        first_row = call_offset + segment.first_row
         with self.lock:
-            wait.count_rows(first_row, segment.num_sampled, segment.lengths)
+            wait.count_rows(segment.first_row, segment.num_sampled, segment.lengths)
             jobs = {}
             for i in segment.ended_rows():
-                row, tokens = first_row + i, segment.tokens[i, : segment.lengths[i]]
+                row, tokens = segment.first_row + i, segment.tokens[i, : segment.lengths[i]]
                 if row not in self.texts:
                     self.texts[row] = self.text_of(row, tokens)
                     if row in self.own_rows:

@@ -8,23 +8,19 @@ B rows, A columns behind the prompt.
 """
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from statistics import median
-from threading import Event
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from core.chains.pages import LaunchedSegment, PagedChain, PageSizes
 from core.chains.replies import Replies
 from core.records import Completions
-from core.sampler import ChainJob, Sampler
+from core.sampler import Next, Sampler, Turn
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies, ScoringStream
@@ -34,94 +30,8 @@ from models.messages import REPLY, Message, Tool, is_begun, tool_schema
 from models.names import Weights
 from models.tokenizer import TURN, UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
-from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
-
-
-class Observation(NamedTuple):
-    """Tokens to append to a row, or the end of its episode if there are none."""
-
-    tokens: Sequence[int] = ()
-    finished: bool = False  # the episode ended in another way than by the limit of tokens
-    begins: bool = False  # the tokens are a row's prompt: see recipes/agents/rollouts.py
-
-
-class TurnChain(PagedChain):
-    """The conversations of some prompts while they are sampled; rows wait while their environment computes."""
-
-    def __init__(
-        self, environment: "Conversations", first_row: int, sampler: Sampler, weights: Weights, job: ChainJob
-    ):
-        super().__init__(sampler, weights, job)
-        self.environment = environment
-        self.row_offset += first_row
-        self.num_observed = np.zeros(len(self.keys), int)
-        self.sizes = self.sizes._replace(steps=turn_steps(self.sampler, self.sizes, environment.tokens_per_turn))
-        self.was_in_vain = False  # the last wait for late rows
-        self.clock = time.perf_counter()
-
-    def run(self, cancelled: Event) -> Completions:
-        """Samples segments and appends observations until all episodes are over."""
-        return replace(super().run(cancelled), num_observed=self.num_observed)
-
-    def turn_limits(self) -> Int[np.ndarray, "B"]:
-        """Returns the column of each row before which its turn must end."""
-        limit = self.sampler.max_new_tokens
-        tokens_per_turn = self.environment.tokens_per_turn or limit
-        return np.minimum(limit, self.turn_starts + tokens_per_turn)
-
-    def end_turn(self, row: int, is_cut_off: bool) -> None:
-        """Hands a turn that has ended to the environment."""
-        stop = int(self.num_tokens[row])
-        turn = self.drawn.tokens[row, self.turn_starts[row] : stop].copy()
-        num_left = self.sampler.max_new_tokens - stop
-        self.is_drawing[row] = False
-        self.environment.end_turn(self.number(row), turn, -1 if is_cut_off and not num_left else num_left)
-
-    def read(self, segment: LaunchedSegment) -> None:
-        """Adds the tokens of a segment, and remembers how long it takes to begin or to continue rows."""
-        super().read(segment)
-        if segment.has_prefill:
-            self.sampler.paging.seconds.append(time.perf_counter() - self.clock)
-
-    def between_segments(self, is_idle: bool) -> None:
-        """Appends the observations that have come; waits for one if no row can be sampled."""
-        waiting = np.flatnonzero(~self.is_drawing & ~self.is_over)
-        if waiting.size:
-            rows = set(map(self.number, waiting.tolist()))
-            seconds = self.sampler.paging.seconds
-            may_wait = bool(seconds) and (is_idle or not self.was_in_vain)
-            patience = Patience(median(seconds), int(self.is_drawing.sum())) if may_wait else HURRY
-            with between_turns():
-                observations = self.environment.observe(rows, is_idle, patience)
-            self.was_in_vain = not observations
-            for number, observation in observations.items():
-                self.take(self.place(number), observation)
-        self.clock = time.perf_counter()
-
-    def number(self, row: int) -> int:
-        """Returns the number of a row over all calls."""
-        return self.row_offset + row
-
-    def place(self, number: int) -> int:
-        """Returns the row of this chain that has a number."""
-        return number - self.row_offset
-
-    def take(self, row: int, observation: Observation) -> None:
-        """Appends an observation to a row, or removes an episode that is over."""
-        if observation.tokens:
-            self.append(row, observation.tokens)
-            self.turn_starts[row] = self.num_tokens[row]
-            self.is_drawing[row] = True
-            self.num_observed[row] += len(observation.tokens)
-        else:
-            self.finish(row, observation.finished)
-
-
-def turn_steps(sampler: Sampler, sizes: PageSizes, tokens_per_turn: int) -> int:
-    """Returns the steps of a segment of turns; short turns would wait for the end of a longer segment."""
-    return min(sampler.segment, tokens_per_turn or sizes.steps)
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
@@ -256,36 +166,44 @@ class Conversations(Replies):
         games: UInt32[np.ndarray, "N 2"] | None = None,
     ):
         super().__init__(env, tokenizer, layout, problems, task_ids, keys, stream)
-        self.tokens_per_turn = env.tokens_per_turn  # limit; 0: none
         games = keys[:: self.num_samples] if games is None else games
         games = np.repeat(games, self.num_samples, axis=0)
         self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
         self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
         self.wait = Wait("")
+        self.was_in_vain = False  # the last wait for late rows
         self.prepare()
 
     def prepare(self) -> None:
         """Is called when all rows are there."""
 
-    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
-        """Returns a sampler whose rows are these episodes, beginning with this row."""
+    def sample(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        wait: Wait,
+    ) -> Completions:
+        """Samples the episodes that begin with these prompts."""
         self.wait = wait
-        return replace(sampler, make_chain=partial(TurnChain, self, first_row))
+        return replace(sampler, on_end=self.on_end, on_wait=self.on_wait).draw(weights, prompts, keys)
 
-    def open(self, rows: range) -> list[tuple[int, Problem]]:
-        """Returns task number and problem of each prompt of these rows, with the openings of episodes as messages.
+    def prompts(self) -> list[tuple[int, Problem]]:
+        """Returns task number and problem of each prompt, with the openings of episodes as messages.
 
         There is one prompt for each group if its episodes begin alike; if not, one for each row.
         """
+        rows = range(len(self.problems))
         if self.env.opens:
             self.unasked |= set(rows)
             for row, outcome in self.ask(set(rows), len(rows)).items():
                 if isinstance(outcome, Step):  # after a failure its first turn fails, too
                     self.problems[row] = replace(self.problems[row], messages=outcome.messages)
                     self.episodes[row].said = heard(0, outcome)
-        opened = [(self.task_ids[row], self.problems[row]) for row in rows]
-        firsts = super().open(rows)
+        opened = list(zip(self.task_ids, self.problems, strict=True))
+        firsts = super().prompts()
         shared = [problem.messages for _, problem in firsts for _ in range(self.num_samples)]
         are_alike = [problem.messages for _, problem in opened] == shared
         return firsts if are_alike else opened
@@ -295,10 +213,10 @@ class Conversations(Replies):
 
         Raises: UserError if the environment fails in one of them.
         """
-        self.open(range(len(self.episodes)))
+        self.prompts()
         for turn in turns:
             for row in range(len(self.episodes)):
-                self.end_turn(row, turn, num_left=0)
+                self.on_end(Turn(row, turn, np.zeros(len(turn)), 0, False, []))
             for row, outcome in self.ask(set(range(len(self.episodes))), len(self.episodes)).items():
                 if isinstance(outcome, Failure):
                     raise UserError(
@@ -308,17 +226,23 @@ class Conversations(Replies):
                 self.add_scores(row, outcome)
                 self.episodes[row].messages.append(outcome.messages)
 
-    def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
-        """Takes the tokens of a turn that has ended.
+    def on_end(self, turn: Turn) -> None:
+        """Takes a turn that has ended; the row waits for what follows."""
+        episode = self.episodes[turn.row]
+        episode.replies.append(self.reply(turn.row, turn.tokens))
+        episode.last_token = int(turn.tokens[-1])
+        episode.num_left = -1 if turn.is_truncated and not turn.num_left else turn.num_left
+        self.unasked.add(turn.row)
+        self.wait.num_tokens += len(turn.tokens)
 
-        `num_left`: tokens that still fit into the row; -1 if not even the end of the turn did.
-        """
-        episode = self.episodes[row]
-        episode.replies.append(self.reply(row, turn))
-        episode.last_token = int(turn[-1])
-        episode.num_left = num_left
-        self.unasked.add(row)
-        self.wait.num_tokens += len(turn)
+    def on_wait(self, rows: Set[int], is_idle: bool, seconds: float, num_sampling: int) -> dict[int, Next]:
+        """Returns what follows the turns of rows that wait; waits for one if no row can be sampled."""
+        if not rows:
+            return {}
+        may_wait = seconds and (is_idle or not self.was_in_vain)
+        found = self.observe(rows, is_idle, Patience(seconds, num_sampling) if may_wait else HURRY)
+        self.was_in_vain = not found
+        return found
 
     def reply(self, row: int, turn: Int[np.ndarray, "A"]) -> Reply:
         """Returns a turn as text, with its calls of tools; a model's own form of calls is written as the dialect's."""
@@ -332,7 +256,7 @@ class Conversations(Replies):
             text = before + "".join(dialect.opening + call + dialect.closing for call in calls)
         return Reply(text, calls)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Observation]:
+    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Next]:
         """Returns the observations that have come for these rows, as tokens; `is_blocking`: waits for at least one."""
         outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
@@ -361,7 +285,7 @@ class Conversations(Replies):
         self.stream.add({row: (self.task_ids[row], self.episodes[row].turns) for row in sorted(rows)})
         self.unasked -= rows
 
-    def observation(self, row: int, outcome: Outcome) -> Observation:
+    def observation(self, row: int, outcome: Outcome) -> Next:
         """Returns the observation in an outcome."""
         episode, tokens, stop = self.episodes[row], [], "failed"
         if isinstance(outcome, Failure):
@@ -373,13 +297,13 @@ class Conversations(Replies):
         if tokens and len(episode.replies) < self.env.max_turns:
             if len(tokens) < episode.num_left:
                 episode.messages.append(outcome.messages)
-                return Observation(tokens)
+                return Next(tokens)
             stop = "max_tokens"
         self.wait.done += 1
         if tokens:
             self.unasked.add(row)  # the environment may have a last reward
         episode.stop = "max_tokens" if episode.num_left < 0 else stop
-        return Observation(finished=episode.stop != "max_tokens")
+        return Next(finished=episode.stop != "max_tokens")
 
     def encode(self, row: int, step: Step, tokenizer: Tokenizer | None = None) -> list[int]:
         """Returns the tokens between a turn and the next; a turn that was truncated or ended differently is closed."""

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from core.chains.attach import with_forced_answer
-from core.chains.pages import with_pages
 from core.sampler import Sampler, SamplingConfig, Segment, make_sampler
 from envs.data.rows import check_text
 from models.architecture import Decoder
@@ -69,7 +68,7 @@ class ChatModel:
 
         def on_segment(segment: Segment) -> None:
             tokens, num_sampled = segment.tokens[0], segment.num_sampled
-            end = sampler.completion_end(tokens, 0, num_sampled) or num_sampled
+            end = sampler.reply_end(tokens, 0, num_sampled) or num_sampled
             show_text(tokenizer.decode(tokens[:end]))
 
         streaming = replace(sampler, on_segment=on_segment)
@@ -117,7 +116,7 @@ def make_text_sampler(
         ids = tokenizer.chat(said, *style)
         notes = check_prompt(tokenizer, ids, said, *style, what="the prompt of a chat's second turn")
         sys.stderr.writelines(f"{note}\n" for note in notes)
-    return with_pages(with_forced_answer(sampler, max(0, config.sampling.force_answer_at)), config.sampling.page_size)
+    return with_forced_answer(sampler, max(0, config.sampling.force_answer_at))
 
 
 def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[PromptStyle]:

@@ -5,7 +5,6 @@ Each function yields jitted functions with the shapes of their arguments, and is
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import partial
 from typing import get_args, get_type_hints
 
 import jax
@@ -16,47 +15,22 @@ from jaxtyping import PyTree
 from core import learner as learners
 from core import records
 from core import sampler as sampling
-from core.blocks import block_shape, block_size, sizes_of
 from core.config import Config
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
-from core.sampler import Sampler, SlotState
-from envs.prompts import longest_prompt
-from models import decoder
+from core.sampler import Sampler
 from models.architecture import Decoder
-from models.cache import Cache
 from models.checkpoint import layer_rows, take_layer
-from models.deltanet import RecurrentState
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, LAYERS, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
-from utils.batching import MicrobatchShape, bucket, empty_rows, group_counts
+from utils.batching import MicrobatchShape, empty_rows
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import DEVICE, by_mesh, mix_bits
 from utils.devices.sharding import Layout, zeros
-
-
-def with_few_shapes(workers: Mapping[str, RolloutWorker]) -> dict[str, RolloutWorker]:
-    """Returns workers that pad all prompts that are sampled in step to the longest one of their environment."""
-
-    def pad_alike(worker: RolloutWorker) -> RolloutWorker:
-        if worker.sampler.paging.page:
-            return worker
-        num_columns = bucket(longest_prompt(worker.env, worker.encode, worker.fitting_ids) - 1)
-        return replace(worker, sampler=replace(worker.sampler, prompt_columns=num_columns))
-
-    return {role: pad_alike(worker) for role, worker in workers.items()}
-
-
-def are_all_known(workers: Mapping[str, RolloutWorker]) -> bool:
-    """True if no shape depends on the sampled tokens, as in episodes and in larger models on one CPU."""
-    samplers = [worker.sampler for worker in workers.values()]
-    return not any(
-        sampler.paging.adapts if sampler.paging.page else len(sizes_of(sampler.model)) > 1 for sampler in samplers
-    )
 
 
 def run_programs(
@@ -65,109 +39,38 @@ def run_programs(
     """Returns the programs of a run in lists that are independent of one another, those that compile longest first."""
     policy = learner.policy(state.params)
     params = shapes_of(workers["env"].take_over(policy) if config.ahead else policy)
-    worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups
     lists = learner_programs(learner, state)
-    largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
-    refills = group_counts(largest) if max_groups > largest else []
-    sizes = {largest, *refills, max_groups % largest} - {0}
-    for num_prompts in sorted(sizes) if config.samples else ():
-        lists.append(rollout_programs(worker, params, num_prompts, group_size))
-    for tester in (worker for role, worker in workers.items() if role.startswith("test_env")):
-        num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
-        lists.append(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
-    return lists
+    sampling_workers = [worker for role, worker in workers.items() if config.samples or role != "env"]
+    return lists + [page_programs(worker.sampler, params) for worker in sampling_workers]
 
 
 # Rollouts
 
 
-def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-    """Yields the programs that `play` can need for `num_tasks`; none if their shapes depend on the lengths of rows."""
-    if worker.sampler.paging.page:
-        if not worker.sampler.paging.adapts:
-            tokens_per_turn = worker.env.tokens_per_turn if worker.env.has_turns else 0
-            yield from page_programs(worker.sampler, params, num_tasks * num_samples, tokens_per_turn)
-        return
-    per_call = worker.prompts_per_call(num_tasks, num_samples)
-    for num_prompts in {per_call, num_tasks % per_call} - {0}:
-        yield from chain_programs(worker.sampler, params, num_prompts, num_samples)
+def page_programs(sampler: Sampler, params: PyTree, num_rows: int = 1) -> Programs:
+    """Yields each program of sampling: of a sampler without slots and pages of its own, for so many rows.
 
-
-def page_programs(sampler: Sampler, params: PyTree, num_rows: int, tokens_per_turn: int = 0) -> Programs:
-    """Yields each program of sampling over pages whose shapes do not depend on a call.
-
-    `params`: arrays or their shapes; `tokens_per_turn`: their limit; 0: none.
+    `params`: arrays or their shapes.
     """
-    from core.chains.pages import decode_pages, page_sizes, prefill_pages
-    from core.chains.turns import turn_steps
-
-    layout, model = sampler.layout, sampler.model
-    sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
-    sizes = sizes._replace(steps=turn_steps(sampler, sizes, tokens_per_turn))
+    layout, model, sizes = sampler.layout, sampler.model, sampler.sizes(num_rows)
     weights = yield from weight_programs(sampler, params)
     state = yield new_state, (model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
     last_tokens = row_shape(layout, sizes.num_slots)
 
-    def pages_of(num_rows: int) -> Pages:
-        return Pages(row_shape(layout, num_rows, sizes.width), *[row_shape(layout, num_rows)] * 3)
+    def pages_of(num_rows: int, width: int) -> Pages:
+        return Pages(row_shape(layout, num_rows, width), *[row_shape(layout, num_rows)] * 3)
 
-    for num_rows, num_tokens in sizes.chunks:
-        routes = row_shape(layout, num_rows, num_tokens, *model.route_shape, dtype=np.int16)
-        tokens = row_shape(layout, num_rows, num_tokens)
-        inputs = pages_of(num_rows), tokens, routes if model.num_experts else None
-        state = yield prefill_pages, (model, weights, state, *inputs)
     settings = model, sampler.distribution, sizes.steps, sampler.stop_ids if model.delta else ()
-    for num_lanes in reversed(sizes.lanes):
-        of_lanes = row_shape(layout, num_lanes)
-        inputs = pages_of(num_lanes), of_lanes, of_lanes, row_shape(layout, num_lanes, 2, dtype=np.uint32)
-        state, last_tokens, _ = yield decode_pages, (*settings, weights, state, last_tokens, *inputs)
-
-
-def chain_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
-    """Yields each program that `Chain` can need for `num_prompts` of `prompt_columns` tokens.
-
-    `params`: arrays or their shapes.
-    """
-    layout, model = sampler.layout, sampler.model
-    weights = yield from weight_programs(sampler, params)
-    shape = partial(row_shape, layout)
-    num_chains = sampler.num_chains(num_prompts)
-    sizes = {num_prompts // num_chains, -(-num_prompts // num_chains)}
-    for size in {sampling.PROMPTS if size > 1 else 1 for size in sizes}:
-        prompts = shape(size, sampler.prompt_columns)
-        computed = yield sampling.prefill, (model, weights, prompts, shape(size))
-    block_sizes, blocks = sampler.block_sizes or sizes_of(model), {}
-    for of_chain in sizes:
-        num_rows = of_chain * num_samples
-        blocks |= {block_shape(block_sizes, num_rows, num_samples): None}
-        blocks |= {(block_size(block_sizes, n), 1): None for n in range(1, num_rows + 1)}
-    steps, number = max(sampler.segments()), jax.ShapeDtypeStruct((), np.int32, sharding=layout.replicated)
-    for per_block, per_prompt in blocks:
-        size = per_block * per_prompt
-        prompts = cache_shape(layout, decoder.without_states(computed), per_block, sampler.prompt_columns)
-        state = SlotState(
-            start=number,
-            starts=shape(per_block),
-            last_tokens=shape(size),
-            keys=shape(size, 2, dtype=np.uint32),
-            forced=shape(size, steps),
-            count=number,
-        )
-        for width in dict.fromkeys(map(sampler.cache_columns, range(1, sampler.max_new_tokens + 1))):
-            cache = cache_shape(layout, computed, size, width)
-            yield sampling.decode_segment, (model, sampler.distribution, steps, weights, prompts, cache, state)
-
-
-def cache_shape(layout: Layout, cache: Cache, num_rows: int, width: int) -> PyTree:
-    """Returns the shapes of a cache with other numbers of rows and columns; a state has rows only."""
-
-    def take(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return row_shape(layout, num_rows, *x.shape[1:], dtype=x.dtype)
-
-    def take_columns(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return row_shape(layout, num_rows, x.shape[1], width, x.shape[3], dtype=x.dtype)
-
-    return [jax.tree.map(take if isinstance(kept, RecurrentState) else take_columns, kept) for kept in cache]
+    for width in sizes.widths:
+        for num_rows, num_tokens in sizes.chunks:
+            routes = row_shape(layout, num_rows, num_tokens, *model.route_shape, dtype=np.int16)
+            tokens = row_shape(layout, num_rows, num_tokens)
+            inputs = pages_of(num_rows, width), tokens, routes if model.num_experts else None
+            state = yield sampling.prefill_pages, (model, weights, state, *inputs)
+        for num_lanes in reversed(sizes.lanes):
+            of_lanes = row_shape(layout, num_lanes)
+            inputs = pages_of(num_lanes, width), of_lanes, of_lanes, row_shape(layout, num_lanes, 2, dtype=np.uint32)
+            state, last_tokens, _ = yield sampling.decode_pages, (*settings, weights, state, last_tokens, *inputs)
 
 
 def weight_programs(sampler: Sampler, params: PyTree) -> Programs:

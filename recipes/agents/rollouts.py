@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Int, UInt32
 
-from core.chains.pages import LaunchedSegment
-from core.chains.turns import Conversations, Observation, Record, TurnChain, form_of
+from core.chains.turns import Conversations, Record, form_of
 from core.records import Completions
-from core.sampler import ChainJob, Sampler
+from core.sampler import Next, Sampler, Scheduler, Stops, Turn
 from envs.base import Problem, Reply, Step
 from envs.scoring.patience import HURRY, Patience
 from envs.scoring.scorer import GradedReplies
@@ -35,189 +34,11 @@ from recipes.agents.sessions import FULL, Asked, Endpoint, Rewards
 from recipes.agents.texts import chat_prompt, check_forged
 from utils.batching import concatenate, select_rows
 from utils.metrics.terminal import Wait
+from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
 from utils.threefry import make_key, threefry
 
 UNSCORED = "its program's last line is no JSON, and neither --reward nor a column answer grades its last reply"
-
-
-class ProgramChain(TurnChain):
-    """The conversations of programs while they are sampled; a segment has one distribution.
-
-    In training every second row is for a fork.
-    """
-
-    environment: "AgentConversations"
-
-    def __init__(
-        self, environment: "AgentConversations", first_row: int, sampler: Sampler, weights: Weights, job: ChainJob
-    ):
-        forks_per_row = int(not environment.is_served)
-        rows = np.arange(len(job.keys) * (1 + forks_per_row))
-        self.is_fork = rows % (1 + forks_per_row) > 0
-        keys = np.zeros((len(rows), 2), np.uint32)
-        keys[~self.is_fork] = job.keys
-        longest = [0] * sampler.max_prompt_tokens  # until the prompt is known
-        num_rows, job = len(job.keys), job._replace(prompts=[longest] * len(rows), keys=keys)
-        super().__init__(environment, first_row, sampler, weights, job)
-        self.is_drawing[:] = False
-        self.has_begun = self.is_drawing.copy()
-        self.table.prompts = self.table.prompts.copy()  # numbers of prompts, no longer of rows
-        self.turn_tokens = np.full(len(rows), sampler.max_new_tokens)
-        self.kept = np.zeros(len(rows), int)  # column up to which a row holds what its program got
-        self.waits, self.turns = np.zeros(len(rows), int), count(1)  # when rows of each distribution were sampled
-        self.prompt_numbers: dict[tuple[int, ...], int] = {}
-        self.numbers = np.empty(len(rows), int)
-        self.numbers[~self.is_fork] = self.row_offset + np.arange(num_rows)
-        self.numbers[self.is_fork] = environment.start(self.numbers[~self.is_fork], self.is_fork.sum())
-        self.places = {number: place for place, number in enumerate(self.numbers.tolist())}
-
-    def run(self, cancelled: Event) -> Completions:
-        """Samples until all programs have ended; returns the rows of the rollout."""
-        completions = super().run(cancelled)
-        is_auxiliary = np.isin(self.numbers, list(self.environment.host.auxiliary))
-        completions = replace(completions, mask=completions.mask & ~is_auxiliary[:, None])
-        others = np.flatnonzero(self.is_fork & completions.mask.any(axis=1))
-        self.environment.host.close(self.numbers.tolist())  # programs may go on asking
-        self.environment.others.append((self.numbers[others].tolist(), select_rows(completions, others)))
-        return select_rows(completions, np.flatnonzero(~self.is_fork))
-
-    def between_segments(self, is_idle: bool) -> None:
-        if self.is_over[~self.is_fork].all():
-            for row in np.flatnonzero(~self.is_over).tolist():
-                if self.is_drawing[row] or self.number(row) in self.environment.unasked:
-                    self.num_tokens[row] = self.turn_starts[row]  # without the reply that its program did not get
-                self.finish(row, is_finished=True)
-        else:
-            super().between_segments(is_idle)
-
-    def number(self, row: int) -> int:
-        return int(self.numbers[row])
-
-    def place(self, number: int) -> int:
-        return self.places[number]
-
-    def take(self, row: int, observation: Observation) -> None:
-        """Begins or continues a row, or takes it out."""
-        if observation.begins:
-            self.begin(row, observation.tokens)
-        else:
-            super().take(row, observation)
-        asked = self.environment.asked.get(self.number(row))
-        limit = self.sampler.max_new_tokens
-        self.turn_tokens[row] = min(limit, (asked and asked.request.limit) or limit)
-
-    def append(self, row: int, tokens: Sequence[int]) -> None:
-        """Appends tokens to a row, after those that its program got: a stop text is taken back."""
-        start, stop = int(self.kept[row]), int(self.num_tokens[row])
-        if start < stop:
-            for column in (self.drawn.mask, self.drawn.logprobs, self.drawn.support, self.drawn.routes):
-                column[row, start:stop] = 0
-            self.num_tokens[row] = start
-            self.forget_launched(row)
-        super().append(row, tokens)
-
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """Gives a row its prompt; what it held is forgotten. Equal prompts of a rollout share pages."""
-        if self.environment.is_served:
-            if self.table.slots[row] >= 0:
-                self.table.leave(row)
-                self.table.shards[self.table.shard_of_row[row]].waiting.append(row)
-            for numbers in (self.num_tokens, self.num_launched, self.num_cached, self.num_lost, self.turn_starts):
-                numbers[row] = 0
-            self.versions[row] += 1
-            number = self.versions[row] * len(self.keys) + row
-        else:
-            number = self.prompt_numbers.setdefault(tuple(prompt), row)
-        self.write_prompt(row, prompt)
-        self.keys[row] = self.environment.key_of(self.number(row), self.keys[row])
-        self.table.prompts[row] = number
-        self.table.num_shared[row] = 0 if self.model.delta else (len(prompt) - 1) // self.sizes.page
-        self.is_drawing[row] = self.has_begun[row] = True
-
-    def write_prompt(self, row: int, prompt: Sequence[int]) -> None:
-        self.drawn.prompts[row] = prompt
-        self.prompt_lengths[row] = len(prompt)
-        self.drawn.first_tokens[row] = prompt[-1]
-
-    def finish(self, row: int, is_finished: bool) -> None:
-        """Takes a row out; one whose program got no reply has a prompt too."""
-        if not self.has_begun[row]:
-            self.write_prompt(row, self.sampler.stop_ids[:1])
-        super().finish(row, is_finished)
-
-    def turn_limits(self) -> Int[np.ndarray, "B"]:
-        return np.minimum(super().turn_limits(), self.turn_starts + self.turn_tokens)
-
-    def turn_ends(
-        self, rows: Int[np.ndarray, "R"], starts: Int[np.ndarray, "R"], counts: Int[np.ndarray, "R"], tokens: np.ndarray
-    ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
-        """Returns how many tokens belong to a turn; requests have stop texts and ids of their own."""
-        counts, has_stop = super().turn_ends(rows, starts, counts, tokens)
-        for i, row in enumerate(rows.tolist()):
-            texts, ids = self.environment.stops(self.number(row))
-            if texts or ids:
-                sampler = replace(self.sampler, stop_strings=texts, stop_ids=ids)
-                if end := self.text_end(sampler, row, starts[i], tokens[i, : counts[i]]):
-                    counts[i], has_stop[i] = end, True
-        return counts, has_stop
-
-    def read(self, segment: LaunchedSegment) -> None:
-        """Adds the tokens of a segment; streams them, and ends the turns for which nobody waits."""
-        super().read(segment)
-        for row in segment.rows[self.is_drawing[segment.rows]].tolist():
-            asked = self.environment.asked[self.number(row)]
-            if asked.has_left:
-                self.is_drawing[row] = False
-                self.forget_launched(row)
-            elif asked.on_tokens:
-                self.environment.show(self.number(row), self.sampled(row))
-
-    def sampled(self, row: int, is_truncated: bool = False) -> Sampled:
-        """Returns the turn of a row so far, with its log-probabilities."""
-        start, stop, drawn = int(self.turn_starts[row]), int(self.num_tokens[row]), self.drawn
-        return Sampled(
-            None,
-            ids=drawn.tokens[row, start:stop].tolist(),
-            logprobs=drawn.logprobs[row, start:stop].tolist(),
-            is_truncated=is_truncated,
-            prompt_ids=[*drawn.prompts[row], *drawn.tokens[row, :start].tolist()],
-        )
-
-    def end_turn(self, row: int, is_cut_off: bool) -> None:
-        """Hands a turn to its program, with its tokens and their log-probabilities."""
-        number, sampled, environment = self.number(row), self.sampled(row, is_cut_off), self.environment
-        kept = environment.num_kept(number, sampled.ids)
-        if self.model.delta and kept < len(sampled.ids):
-            kept = -1  # the state of a Gated DeltaNet cannot go back
-        environment.sampled[number] = sampled._replace(is_whole=kept >= 0)
-        super().end_turn(row, is_cut_off)
-        self.kept[row] = self.num_tokens[row]
-        if 0 <= kept < len(sampled.ids):
-            self.kept[row] = self.turn_starts[row] + kept
-            episode = environment.episodes[number]
-            episode.last_token = sampled.ids[kept - 1] if kept else -1
-            episode.num_left = self.sampler.max_new_tokens - int(self.kept[row])
-
-    def launch(self) -> LaunchedSegment | None:
-        """Launches a segment of the rows with the distribution whose first row has waited longest."""
-        if not self.environment.is_served:
-            return super().launch()
-        drawing = np.flatnonzero(self.is_drawing & (self.table.slots >= 0))
-        default = self.sampler.distribution
-        wanted = {row: self.environment.asked[self.number(row)].distribution or default for row in drawing.tolist()}
-        if not wanted:
-            return None
-        chosen = wanted[min(wanted, key=lambda row: self.waits[row])]
-        others = [row for row, distribution in wanted.items() if distribution != chosen]
-        self.waits[drawing[~np.isin(drawing, others)]] = next(self.turns)
-        self.is_drawing[others] = False
-        self.sampler = replace(self.sampler, distribution=chosen)
-        try:
-            return super().launch()
-        finally:
-            self.is_drawing[others] = True
-            self.sampler = replace(self.sampler, distribution=default)
 
 
 class AgentConversations(Conversations):
@@ -226,7 +47,6 @@ class AgentConversations(Conversations):
     def prepare(self) -> None:
         settings = self.env.rollouts.settings
         self.num_rows = len(self.problems)
-        self.tokens_per_turn = 0
         self.is_served = isinstance(settings, Endpoint)
         if self.is_served:
             self.host, self.blank, self.key = settings, self.problems[0], make_key(settings.seed)
@@ -239,33 +59,100 @@ class AgentConversations(Conversations):
         self.begun: dict[int, Sequence[int]] = {}  # tokens that begin a row's next reply, and are not sampled
         self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn
         self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
-        self.others: list[tuple[list[int], Completions]] = []  # rows of forks, and their numbers
+        self.kept: dict[int, int] = {}  # tokens of a row's last turn that its program got, if not all
         self.unpaid = set(range(self.num_rows))
+        self.open, self.closed = set(self.unpaid), set()  # rows of programs that have not ended; rows that are over
         self.numbers = count()  # of replies without a seed
 
-    def open(self, rows: range) -> list[tuple[int, Problem]]:
+    def prompts(self) -> list[tuple[int, Problem]]:
         """Returns the problems; what programs ask first replaces their messages."""
-        return super(Conversations, self).open(rows)
+        return super(Conversations, self).prompts()
 
-    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
+    def sample(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        wait: Wait,
+    ) -> Completions:
+        """Samples until all programs have ended; returns the rows of the rollout. As many others are for forks."""
         self.wait, self.longest_prompt = wait, sampler.max_prompt_tokens
         self.host.context = sampler.max_prompt_tokens + sampler.max_new_tokens
-        return replace(sampler, make_chain=partial(ProgramChain, self, first_row))
+        self.start(len(keys))
+        places = np.array([self.place(number) for number in range(2 * self.num_rows)])
+        of_places = np.zeros((2 * self.num_rows, 2), np.uint32)
+        of_places[places[: self.num_rows]] = keys
+        cancelled = sampler.cancelled or Event()
+        completions = select_rows(self.scheduler(sampler, weights, of_places).run(cancelled), places)
+        if cancelled.is_set():
+            raise Stop
+        is_auxiliary = np.isin(np.arange(len(places)), list(self.host.auxiliary))
+        completions = replace(completions, mask=completions.mask & ~is_auxiliary[:, None])
+        self.host.close(list(range(len(places))))  # programs may go on asking
+        is_fork = (np.arange(len(places)) >= self.num_rows) & completions.mask.any(axis=1)
+        self.forks, self.of_forks = np.flatnonzero(is_fork).tolist(), select_rows(completions, np.flatnonzero(is_fork))
+        return select_rows(completions, np.arange(self.num_rows))
 
-    def start(self, rows: Int[np.ndarray, "B"], num_forks: int) -> Int[np.ndarray, "_"]:
-        """Starts the programs of rows, and returns the numbers of rows for their forks."""
+    def scheduler(self, sampler: Sampler, weights: Weights, keys: UInt32[np.ndarray, "B 2"]) -> Scheduler:
+        """Returns the rows of programs, whose prompts come while others are sampled."""
+        self.has_states = sampler.model.delta is not None
+        sampler = replace(sampler, on_tokens=self.on_tokens, on_end=self.on_end, on_wait=self.on_wait)
+        return Scheduler(sampler, weights, [[]] * len(keys), keys)
+
+    def place(self, number: int) -> int:
+        """Returns the row of the scheduler: every second one is for a fork, so that the shards of a mesh have both."""
         if self.is_served:
-            return np.zeros(0, int)
-        with self.lock:
-            forks = len(self.problems) + np.arange(num_forks)
-            self.problems += [self.problems[0]] * num_forks
-            self.task_ids += [0] * num_forks
-            self.episodes += [Record(0) for _ in forks]
-        jobs = [AgentJob(row, self.problems[row].answer, self.episodes[row].game) for row in rows.tolist()]
-        self.host.begin(jobs, deque(forks.tolist()))
-        return forks
+            return number
+        return 2 * number if number < self.num_rows else 2 * (number - self.num_rows) + 1
 
-    def key_of(self, row: int, key: UInt32[np.ndarray, "2"]) -> UInt32[np.ndarray, "2"]:
+    def number(self, place: int) -> int:
+        return place if self.is_served else place // 2 + self.num_rows * (place % 2)
+
+    def start(self, num_forks: int) -> None:
+        """Starts the programs, with rows for their forks."""
+        forks = range(self.num_rows, self.num_rows + num_forks)
+        self.problems += [self.problems[0]] * num_forks
+        self.task_ids += [0] * num_forks
+        self.episodes += [Record(0) for _ in forks]
+        rows = zip(self.problems, self.episodes[: self.num_rows], strict=False)
+        jobs = [AgentJob(row, problem.answer, episode.game) for row, (problem, episode) in enumerate(rows)]
+        self.host.begin(jobs, deque(forks))
+
+    def on_tokens(self, turn: Turn) -> bool:
+        """Streams a reply; False if nobody waits for it."""
+        row = self.number(turn.row)
+        asked = self.asked[row]
+        if asked.on_tokens and not asked.has_left:
+            self.show(row, sampled_of(turn))
+        return not asked.has_left
+
+    def on_end(self, turn: Turn) -> None:
+        """Hands a reply to its program, with its tokens and their log-probabilities; the row waits."""
+        turn = turn._replace(row=self.number(turn.row))
+        kept = self.num_kept(turn.row, turn.tokens.tolist())
+        if self.has_states and kept < len(turn.tokens):
+            kept = -1  # the state of a Gated DeltaNet cannot go back
+        self.sampled[turn.row] = sampled_of(turn)._replace(is_whole=kept >= 0)
+        super().on_end(turn)
+        if 0 <= kept < len(turn.tokens):
+            self.kept[turn.row] = kept
+            episode = self.episodes[turn.row]
+            episode.last_token = int(turn.tokens[kept - 1]) if kept else -1
+            episode.num_left = turn.num_left + len(turn.tokens) - kept
+
+    def on_wait(self, rows: Set[int], is_idle: bool, seconds: float, num_sampling: int) -> dict[int, Next]:
+        """Returns what programs ask next; once all have ended, the ends of the rows that are left."""
+        rows = {self.number(row) for row in rows}
+        if self.open:
+            found = super().on_wait(rows, is_idle, seconds, num_sampling)
+        else:  # without the replies that programs did not get
+            left = set(range(len(self.episodes))) - self.closed
+            unheard = (left - rows) | self.unasked
+            found = {row: Next(finished=True, num_kept=0 if row in unheard else None) for row in left}
+        return {self.place(row): following for row, following in found.items()}
+
+    def key_of(self, row: int) -> UInt32[np.ndarray, "2"] | None:
         """Returns the sampling key of a row: of a request's seed, if it is served; of a fork, by its program's."""
         if self.is_served:
             asked = self.asked[row]
@@ -274,16 +161,14 @@ class AgentConversations(Conversations):
             number = np.array([next(self.numbers) if is_own else asked.index])
             return np.concatenate(threefry((words[:1], words[1:]), number))
         if row < self.num_rows:
-            return key
+            return None
         seed = self.episodes[self.parents[row]].seed
         words = np.array([[seed >> 32]], np.uint32), np.array([[seed & 0xFFFFFFFF]], np.uint32)
         forks = [fork for fork, parent in self.parents.items() if parent == self.parents[row]]
         return np.concatenate(threefry(words, np.array([[1 + forks.index(row)]])), axis=1)[0]
 
-    def stops(self, row: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Returns texts and ids that end a row's turn: those of its request, and the end of an only call."""
-        if row not in self.asked:
-            return (), ()
+    def stops(self, row: int) -> Stops | None:
+        """Returns what ends a row's turn: texts and ids of its request, and the end of an only call."""
         request = self.asked[row].request
         texts, ids = [*request.stop], [*request.stop_token_ids]
         form = None if request.parallel_tool_calls else form_of(self.tokenizer, self.env.dialect)
@@ -291,7 +176,7 @@ class AgentConversations(Conversations):
             closing = self.tokenizer.added_ids.get(form.closing)
             texts += [form.closing] if closing is None and form.closing else []
             ids += [] if closing is None else [closing]
-        return tuple(texts), tuple(ids)
+        return Stops(tuple(texts), tuple(ids)) if texts or ids else None
 
     def num_kept(self, row: int, ids: Sequence[int]) -> int:
         """Returns how many tokens of a turn make the text before its stop text; -1: that ends within a token."""
@@ -323,12 +208,12 @@ class AgentConversations(Conversations):
         self.send(rows & self.unasked)
         return self.host.take(rows, num_needed, patience)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Observation]:
+    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Next]:
         outcomes = self.ask(rows, int(is_blocking), patience)
-        observations = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
-        return {row: observation for row, observation in observations.items() if observation is not None}
+        found = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
+        return {row: following for row, following in found.items() if following is not None}
 
-    def observation(self, row: int, outcome: Asked | Rewards | Failure) -> Observation | None:
+    def observation(self, row: int, outcome: Asked | Rewards | Failure) -> Next | None:
         """Returns what a program asks, as tokens, or the end of its row; None: it is refused."""
         if not isinstance(outcome, Asked):
             return self.end(row, outcome)
@@ -336,12 +221,21 @@ class AgentConversations(Conversations):
             return None
         self.asked[row] = outcome
         try:
-            return self.opening(row, outcome) if outcome.is_new else self.continued(row, outcome)
+            following = self.opening(row, outcome) if outcome.is_new else self.continued(row, outcome)
         except UserError as error:  # the chat template does not take these messages
             self.host.answer(row, outcome, BadRequest(str(error)))
             return None
+        if not following.tokens:
+            return following
+        return following._replace(
+            key=self.key_of(row) if following.begins else None,
+            num_kept=self.kept.pop(row, None),
+            limit=outcome.request.limit or 0,
+            stops=self.stops(row),
+            distribution=outcome.distribution,
+        )
 
-    def opening(self, row: int, asked: Asked) -> Observation:
+    def opening(self, row: int, asked: Asked) -> Next:
         """Returns the prompt of a conversation that begins. Raises: UserError for one that is too long."""
         if self.is_served:
             self.episodes[row] = Record(0)
@@ -363,7 +257,7 @@ class AgentConversations(Conversations):
         if len(prompt) > self.longest_prompt:
             raise UserError(FULL)
         self.problems[row] = problem
-        return Observation(prompt, begins=True)
+        return Next(prompt, begins=True)
 
     def beginning(self, row: int, asked: Asked, prompt: Sequence[int]) -> Sequence[int]:
         """Returns the tokens by which a reply must begin: the start of a call, if tool_choice is required."""
@@ -378,30 +272,32 @@ class AgentConversations(Conversations):
     def reply(self, row: int, turn: Int[np.ndarray, "A"]) -> Reply:
         return super().reply(row, np.append(np.array(self.begun[row], int), turn))
 
-    def continued(self, row: int, asked: Asked) -> Observation:
+    def continued(self, row: int, asked: Asked) -> Next:
         """Returns what follows a row's last reply, or its end if that is too long."""
         tokenizer, episode = check_forged(self.tokenizer, asked.messages), self.episodes[row]
         tokens = self.encode(row, Step(list(asked.messages)), tokenizer)
         tokens = [*tokens, *self.beginning(row, asked, tokens)]
         if len(tokens) < episode.num_left:
             episode.messages.append(list(asked.messages))
-            return Observation(tokens)
+            return Next(tokens)
         return self.overflow(row)
 
-    def overflow(self, row: int) -> Observation:
+    def overflow(self, row: int) -> Next:
         """Returns the end of a row whose program asks for more than fits; the row of a server stays."""
         if self.is_served:
             raise UserError(FULL)
         self.host.close([row])
         return self.over(row, "max_tokens")
 
-    def over(self, row: int, stop: str) -> Observation:
+    def over(self, row: int, stop: str) -> Next:
         """Returns the end of a row."""
         self.episodes[row].stop = self.episodes[row].stop or stop
+        self.closed.add(row)
+        self.open.discard(row)
         self.wait.done += row < self.num_rows
-        return Observation(finished=stop != "max_tokens")
+        return Next(finished=stop != "max_tokens")
 
-    def end(self, row: int, outcome: Rewards | Failure) -> Observation:
+    def end(self, row: int, outcome: Rewards | Failure) -> Next:
         """Takes the reward of a program that has ended; its forks end with it."""
         if row < self.num_rows:
             self.unpaid.discard(row)
@@ -440,11 +336,21 @@ class AgentConversations(Conversations):
 
     def records(self, completions: Completions) -> dict[str, Any]:
         """Returns fields of Episodes; a program's other conversations are further rows of its rollout."""
-        fields, others = super().records(completions), [part for part in self.others if part[0]]
-        if not others:
+        fields = super().records(completions)
+        if not self.forks:
             return fields
-        parents = [self.parents[number] for numbers, _ in others for number in numbers]
-        rollout = np.concatenate([fields["rollout"], parents])
+        rollout = np.concatenate([fields["rollout"], [self.parents[number] for number in self.forks]])
         order = np.argsort(rollout, kind="stable")
-        rows = concatenate([completions, *(rows for _, rows in others)])
+        rows = concatenate([completions, self.of_forks])
         return fields | {"completions": select_rows(rows, order), "rollout": rollout[order]}
+
+
+def sampled_of(turn: Turn) -> Sampled:
+    """Returns a reply as its program gets it."""
+    return Sampled(
+        None,
+        ids=turn.tokens.tolist(),
+        logprobs=turn.logprobs.tolist(),
+        is_truncated=turn.is_truncated,
+        prompt_ids=turn.context,
+    )

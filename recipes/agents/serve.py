@@ -33,10 +33,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from core.chains.pages import with_pages
 from core.chains.turns import form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
-from core.sampler import ChainJob, SamplingConfig, make_sampler
+from core.sampler import SamplingConfig, make_sampler
 from envs.base import TURN_DIALECTS, Env, OwnRollouts, Problem
 from envs.tools.calls import FORMS
 from models import decoder
@@ -46,7 +45,7 @@ from models.memory import pages_that_fit, sampling_room
 from models.names import Array, Policy
 from models.tokenizer import GENERATION_CONFIG, Tokenizer
 from recipes.agents.protocol import MAX_TOP, CompletionRequest, GenerateRequest, Request, Sampled
-from recipes.agents.rollouts import AgentConversations, ProgramChain
+from recipes.agents.rollouts import AgentConversations
 from recipes.agents.server import JSON, Answer, BadRequest, Caller, Server
 from recipes.agents.sessions import FULL, Endpoint, Session
 from utils.batching import bucket
@@ -227,7 +226,7 @@ def main(config: ServeCommand) -> None:
     layout, serve = make_layout(config.devices, config.model.model_dir), config.serve
     model, params, tokenizer = load_last(config.model.model_dir, config, layout)
     context, distribution = min(serve.context, model.num_positions), default_distribution(tokenizer, model.vocab_size)
-    sampler = with_pages(make_sampler(SamplingConfig(), model, tokenizer, layout, 1), -1, has_turns=True)
+    sampler = make_sampler(SamplingConfig(), model, tokenizer, layout, 1)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
     sampler = replace(
@@ -244,14 +243,14 @@ def main(config: ServeCommand) -> None:
         env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)
         blanks, keys = [Problem([], None, thinking=thinking)] * num_rows, np.zeros((num_rows, 2), np.uint32)
         served = AgentConversations(env, tokenizer, layout, blanks, np.zeros(num_rows, int), keys, stream=None)
-        chain = ProgramChain(served, 0, sampler, sampler.load_weights(params), ChainJob([], keys, 0, 0))
+        scheduler = served.scheduler(sampler, sampler.load_weights(params), keys)
         form = form_of(tokenizer, serve.dialect)
         calls = f"calls of tools as {next(key for key, x in FORMS.items() if x is form)}" if form else "no tools"
         sampled = f"temperature {distribution.temperature:g}, top_p {distribution.top_p:g}, top_k {distribution.top_k}"
         print(f"{name}: http://{serve.host}:{endpoint.server.port}/v1, {num_rows} conversations of up to "
               f"{context:,} tokens, {sampled} by default, {calls} (Ctrl-C ends)", flush=True)  # fmt: skip
         try:
-            chain.run(Event())
+            scheduler.run(Event())
         except KeyboardInterrupt:
             print()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.chains.turns import Conversations
+from core.sampler import Turn
 from envs.scoring.scorer import Scorer, ScoringStream
 from recipes.games.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
 from runs.pretraining import make_tokenizer, pad_documents
@@ -52,7 +53,7 @@ def play(conversations: Conversations, document, num_prompt_tokens: int) -> list
     for weight, part in parts:
         if weight == TURN_WEIGHT:
             turn = [token for token, _ in part]
-            conversations.end_turn(0, np.array(turn), num_left=1000)
+            conversations.on_end(Turn(0, np.array(turn), np.zeros(len(turn)), 1000, False, []))
             tokens += [*turn, *conversations.observe({0}, is_blocking=True)[0].tokens]
     return tokens
 

@@ -1,6 +1,5 @@
 """The collection of a step's batch, and evaluation. Letters: G rollouts of each prompt."""
 
-import itertools
 import json
 import zlib
 from dataclasses import replace
@@ -68,16 +67,6 @@ def test_refilling_draws_about_what_is_missing():
                 missing -= int(rng.binomial(size, probability))
                 share = (256 - missing) / num_played
             assert num_played <= most * 256, (probability, largest)
-
-
-def test_calls_are_as_few_as_rows_allow_and_about_equal():
-    for num_prompts, most in itertools.product(range(1, 70), (1, 3, 8, 64)):
-        per_call = make_worker(num_prompts, most * G).prompts_per_call(num_prompts, G)
-        num_calls = -(-num_prompts // most)
-        assert per_call <= most
-        assert -(-num_prompts // per_call) == num_calls
-        assert per_call < num_prompts / num_calls + 1
-    assert make_worker(12, rows_per_call=0).prompts_per_call(12, G) == 12
 
 
 @pytest.mark.parametrize("max_resampling", [1.0, 3.0])

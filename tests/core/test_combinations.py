@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from core.advantages import compute_advantages
-from core.chains.pages import PagedChain
 from core.chains.replies import Replies
 from core.chains.turns import Conversations
 from core.config import Config
@@ -27,7 +26,7 @@ from core.grpo import groups_with_signal, make_batch
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from core.run.metrics import rollout_metrics
-from core.sampler import Sampler, SlotState, sample_keys
+from core.sampler import Sampler, Scheduler
 from core.terms.lengths import with_length_reward
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
@@ -141,20 +140,6 @@ def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
     return tokens + filler * 2 * LIMIT
 
 
-class Drawing(NamedTuple):
-    """Decodes what is written in place of what a model would sample."""
-
-    scripts: list[list[int]]  # by row
-    keys: list[list[int]]
-
-    def decode_segment(self, model, _, steps: int, weights, caches, cache, state: SlotState) -> tuple:
-        numbers = [self.keys.index(key) for key in np.asarray(state.keys).tolist()]
-        tokens = np.array([self.scripts[number][int(state.start) :][:steps] for number in numbers], np.int32)
-        logprobs = np.zeros(tokens.shape, np.float32)
-        routes = np.zeros((*tokens.shape, *model.route_shape))
-        return cache, (tokens, logprobs, np.zeros((*tokens.shape, 0)), routes)
-
-
 def play(kind: str) -> Episodes:
     """Plays all rows by the real worker, whose policy draws what is written."""
     layout = single_device()
@@ -162,14 +147,12 @@ def play(kind: str) -> Episodes:
         path = write_one_layer(Path(folder))
         model, params, tokenizer = load_model(path, layout, "float32")
     scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
-    keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
     env = MadeUp(kind)
     make_replies = Replies if kind == "single" else Conversations
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
         # The tokens of the scripts take the place of those that were sampled.
-        patch.setattr(PagedChain, "read", reading_script(lambda row: scripts[row]))
-        patch.setattr("core.sampler.decode_segment", Drawing(scripts, keys).decode_segment)
+        patch.setattr(Scheduler, "end", reading_script(lambda row: scripts[row]))
         worker = RolloutWorker(
             env=env,
             name=kind,
@@ -177,7 +160,6 @@ def play(kind: str) -> Episodes:
             sampler=sampler,
             scorer=PlayingScorer(env),
             layout=layout,
-            rows_per_call=0,
             make_replies=make_replies,
         )
         weights = worker.load_weights(params)

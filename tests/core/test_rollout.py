@@ -115,7 +115,6 @@ def test_long_prompt_is_named_if_the_sample_missed_it():
         sampler=sampler,
         scorer=SimpleNamespace(streams=set(), withdraw=lambda stream: None),
         layout=single_device(),
-        rows_per_call=4,
     )
     words = "^the prompt of problem 9 of mine has 41 tokens, more than 40: raise --prompt_length "
     with pytest.raises(UserError, match=words):
@@ -357,7 +356,6 @@ def test_all_of_gsm8k_is_evaluated():
         sampler=None,
         scorer=None,
         layout=None,
-        rows_per_call=4,
     )
     assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [env.num_tasks, env.num_tasks, 3]
     worker = RolloutWorker(
@@ -367,7 +365,6 @@ def test_all_of_gsm8k_is_evaluated():
         sampler=None,
         scorer=None,
         layout=None,
-        rows_per_call=4,
     )
     assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [512, 1024, 3]
 

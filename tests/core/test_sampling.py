@@ -19,14 +19,14 @@ import pytest
 from jaxtyping import Float, Int
 
 from core.chains.attach import with_forced_answer
-from core.chains.pages import with_pages
 from core.records import Completions
-from core.sampler import Sampler, prefill, row_keys
+from core.sampler import Sampler, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
-from tests.helpers import HYBRID, MODEL, GrowingSampler, Letters, assert_close, depth, on_layout, random_params, slow
+from models.pages import Paging
+from tests.helpers import HYBRID, MODEL, Letters, assert_close, depth, on_layout, random_params, slow
 from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
 from tests.processes import on_four_devices
 from utils.devices.compile_log import Compilations
@@ -165,8 +165,8 @@ def test_an_int8_cache_is_half_as_large_and_rounds_to_127_steps():
     weights = Sampler(model, LIMIT, ()).load_weights(random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
     starts = np.zeros(1, np.int32)
-    caches = prefill(model, weights, tokens, starts)
-    exact = prefill(MODEL, weights, tokens, starts)
+    prefill = jax.jit(decoder.prefill, static_argnums=0)
+    caches, exact = (prefill(each, weights, tokens, starts) for each in (model, MODEL))
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(caches))
     assert num_bytes == tokens.size * model.cache_bytes
     assert num_bytes < tokens.size * MODEL.cache_bytes / 2
@@ -304,7 +304,7 @@ def test_threads_take_turns_and_an_error_ends_the_others():
 
 def test_programs_of_two_threads_are_not_launched_in_between():
     """A sampler over pages, and the checksum of a state that it may sample from, wait while another thread launches."""
-    sampler = with_pages(Sampler(MODEL, LIMIT, (3,), layout=single_device()), 16)
+    sampler = Sampler(MODEL, LIMIT, (3,), layout=single_device())
     weights = sampler.load_weights(on_layout(single_device()))
     ids = np.array(IDS)
     jobs = (lambda: sampler.generate(weights, PROMPTS, ids, 1, KEY).tokens.tolist()), (lambda: fingerprint(weights))
@@ -379,13 +379,13 @@ def test_nor_on_the_batch_nor_on_the_size_of_the_group():
     assert_same(completions(r, IDS[1:3], 2), completions(stopped()))
 
 
-@pytest.mark.parametrize("block_sizes", [(64,), *slow((2,), (8, 4), (64, 8, 1))], ids=str)
-def test_nor_on_the_slots_of_a_block(block_sizes):
-    r = draw_all(Sampler(MODEL, LIMIT, stop_ids(), block_sizes=block_sizes))
+@pytest.mark.parametrize("paging", [Paging(64), Paging(8, num_pages=16, num_slots=4)], ids=str)
+def test_nor_on_slots_and_pages(paging):
+    r = draw_all(Sampler(MODEL, LIMIT, stop_ids(), paging=paging))
     assert_same(completions(r), completions(stopped()))
 
 
-HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
+HYBRID_SAMPLER = Sampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
 
 
 @cache
@@ -395,12 +395,12 @@ def stopped_hybrid() -> Completions:
 
 @pytest.mark.slow
 def test_states_of_linear_attention_follow_their_rows():
-    """Fan-out, growth and compaction, against the training pass, which has no cache, and with other prompts."""
+    """Against the training pass, which has no cache, and with other slots and prompts."""
     r = stopped_hybrid()
     lengths = r.lengths - r.prompt_lengths
-    assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
+    assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY"
     assert_training_logprobs(r, HYBRID)
-    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, block_sizes=(64,)))), completions(r))
+    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, paging=Paging(16, num_slots=4)))), completions(r))
     ids = [99, *IDS[::-1]]
     found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
     assert_same({row: found[row] for row in ROWS}, completions(r))
@@ -417,7 +417,7 @@ def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
         layout = make_layout(config)
         params = on_layout(layout, sampler.model)
         assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
-        sampler = with_pages(replace(sampler, layout=layout, segment=16), -1)
+        sampler = replace(sampler, layout=layout, segment=16)
         r = sampler.generate(sampler.load_weights(params), PROMPTS, np.array(IDS), G, KEY)
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
     np.savez(file, **arrays)

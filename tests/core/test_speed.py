@@ -21,9 +21,7 @@ from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder, is_spec
-from models.cache import gather_rows
 from models.checkpoint import save_model
-from models.deltanet import RecurrentState
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
 from models.speed import PEAKS, training_flops
@@ -115,32 +113,21 @@ def test_a_token_is_multiplied_by_its_own_experts_only():
     assert EXPERTS.num_matrix_parameters == alone.num_parameters + router
 
 
-def test_occupancy_is_the_share_of_slots_that_sampled():
+def test_occupancy_is_the_share_of_lanes_that_sampled():
+    """On one CPU a small model has programs of 16 lanes, for rows that are left."""
     model = Decoder(512, 16, 32, 1, 2, 1, 8)
     sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
     params = decoder.init_params(model, jax.random.key(0))
-    ends = {}  # columns drawn after each segment, by the first row of a chain
+    ends = {}  # columns drawn after each segment, by the first row of a part
     watched = replace(sampler, on_segment=lambda s: ends.setdefault(s.first_row, []).append(s.num_sampled))
     weights = watched.load_weights(params)
     completions = watched.generate(weights, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
     lengths = completions.lengths - completions.prompt_lengths
-    num_slots = 0
+    num_lanes = 0
     for part in np.split(np.arange(64), len(ends)):
-        live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
-        num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
-    np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
-    episodes = Episodes(
-        completions=completions,
-        rollout=np.arange(64),
-        task_ids=np.zeros(64, int),
-        texts=[""] * 64,
-        scores={},
-        failed=np.zeros(64, bool),
-        failures={},
-        times={"rollout": 2.0},
-    )
-    speed = speed_metrics(single_device(), episodes, {})
-    assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
+        live = [(lengths[part] > t - 8).sum() for t in range(8, 8 * len(ends[part[0]]) + 1, 8)]
+        num_lanes += sum(16 * -(-n // 16) for n in live)
+    np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_lanes)
 
 
 def test_compilations_are_counted_once():
@@ -161,24 +148,13 @@ def test_compilations_are_counted_once():
     )
 
 
-def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
-    """Rows are as wide as is given: cut, or padded with zeros; a state is copied as it is."""
+def test_a_cpu_saves_models_without_a_program(tmp_path):
     model = Decoder(48, 24, 40, 3, 2, 1, 12)
     layout = single_device()
-    rng = np.random.default_rng(0)
-    keys, values, conv, memory = (rng.random((4, 1, 5, size)) for size in (12, 12, 3, 7))
     params = jax.tree.map(lambda x: layout.put(np.ones(x[0])), model.parameter_table(), is_leaf=is_spec)
-    caches = [(keys, values), RecurrentState(conv, memory)]
-    source = [2, 0, 0, 3, 1, 1]
     with Compilations() as compilations:
-        wider = gather_rows([(caches, row) for row in source], 9)
-        (found_keys, _), _ = gather_rows([(caches, row) for row in source], 4)
         save_model(tmp_path / "model", model, params, load_tokenizer(ROOT / "models/tiny"))
         assert not compilations.programs
-    for slot, row in enumerate(source):
-        np.testing.assert_array_equal(found_keys[slot], keys[row, :, :4])
-        np.testing.assert_array_equal(wider[1].memory[slot], memory[row])
-        np.testing.assert_array_equal(wider[0][1][slot], np.pad(values[row], ((0, 0), (0, 4), (0, 0))))
 
 
 def test_programs_are_dropped_before_mappings_run_out(monkeypatch, tmp_path):
@@ -268,22 +244,16 @@ def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
 
 
 OPTIONS = {
-    "rows in step": {},
-    "pages": {"page_size": 16},
+    "replies": {},
     "adapters, a reference, rollouts ahead": {
         "lora_rank": 2,
         "kl_coef": 0.1,
         "ahead": 1,
     },
     "a teacher's average": {"teacher": "self", "teacher_decay": 0.9},
-    "another teacher, pages": {
-        "teacher": FLAGS["model_dir"],
-        "distill": "sampled",
-        "page_size": 16,
-    },
+    "another teacher": {"teacher": FLAGS["model_dir"], "distill": "sampled"},
     "a critic, episodes": {
         "advantage": "gae",
-        "page_size": 16,
         "env_name": "guess",
         "test_env_name": "guess-test",
         "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20",
@@ -292,7 +262,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", ["rows in step", "pages", *slow(*list(OPTIONS)[2:])])
+@pytest.mark.parametrize("options", ["replies", *slow(*list(OPTIONS)[1:])])
 def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
     """With an evaluation and a save after it; also in a second process, which resumes the run."""
     flags = (

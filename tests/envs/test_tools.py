@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from core.chains.attach import compare_samples
-from core.chains.pages import PagedChain
 from core.chains.turns import Conversations, answering_calls
 from core.config import Config
 from core.eval import show
 from core.records import Episodes
 from core.rollout import encode_prompt, make_worker
-from core.sampler import Sampler
+from core.sampler import Sampler, Scheduler, Turn
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Reply, Step, Text
 from envs.prompts import tasks_that_fit
@@ -504,7 +503,7 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
     settings = resolve_settings(config.env, "dataset", 60, 0)
     script = tokenizer.encode("ab<|im_end|>")
     # A policy that writes a script.
-    monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
+    monkeypatch.setattr(Scheduler, "end", reading_script(lambda row: script))
     given, draw = [], Sampler.draw
     # Looks at the prompts.
     monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
@@ -715,7 +714,7 @@ def play(
         conversations.wait = Wait("")
         observed = []
         for turn in turns:
-            conversations.end_turn(0, np.array(turn), 500)
+            conversations.on_end(Turn(0, np.array(turn), np.zeros(len(turn)), 500, False, []))
             observed.append(list(conversations.observe({0}, is_blocking=True)[0].tokens))
         (rewards,), _ = conversations.finish()
     return observed, rewards
@@ -734,7 +733,7 @@ def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
     answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
     script = calling + answering
     # A policy that writes a script.
-    monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
+    monkeypatch.setattr(Scheduler, "end", reading_script(lambda row: script))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
     r = episodes.completions

@@ -19,8 +19,8 @@ from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
 from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder, families
-from models.cache import gather_rows
 from models.checkpoint import load_model, save_model
+from models.deltanet import RecurrentState
 from models.distribution import Distribution
 from models.families import FAMILIES, read_config, text_config
 from models.names import EMBED, HEAD
@@ -40,8 +40,11 @@ def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tu
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
     weights = decode_weights(model, params)
     prefix = prefill(model, weights, prompts[:, :-1], starts)
-    on_host = jax.tree.map(np.asarray, prefix)
-    caches = gather_rows([(on_host, row) for row in range(len(prompts))], num_tokens)
+
+    def empty(x: jax.Array) -> jax.Array:
+        return jnp.zeros((*x.shape[:2], num_tokens, x.shape[3]), x.dtype)
+
+    caches = [kept if isinstance(kept, RecurrentState) else jax.tree.map(empty, kept) for kept in prefix]
     prefix = decoder.without_states(prefix)
     last = prompts[:, -1]
     tokens = []

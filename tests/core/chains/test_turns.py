@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from core.chains.attach import attach
-from core.chains.turns import Conversations, TurnChain
+from core.chains.turns import Conversations
 from core.config import Config
 from core.grpo import main
 from core.records import Completions, Episodes
@@ -140,15 +139,7 @@ def draw_on_four_devices(file: str) -> None:
     arrays = {}
     for i, config in enumerate(LAYOUTS):
         layout = make_layout(config)
-        chain = partial(TurnChain, Script(), 0)
-        sampler = Sampler(
-            MODEL,
-            LIMIT,
-            STOPS,
-            make_chain=chain,
-            layout=layout,
-            segment=4,
-        )
+        sampler = Script().sampler(MODEL, layout=layout)
         r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, jax.random.key(SEED))
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
     np.savez(file, **arrays)
@@ -367,20 +358,20 @@ def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
 
 def train_until_killed(folder: str) -> None:
     """Trains up to the first third turn of the last step; prints the processes that were started, and kills itself."""
-    end_turn = Conversations.end_turn
+    on_end = Conversations.on_end
     calls = []
 
-    def kill_in_third_turn(self, row, turn, num_left):
-        end_turn(self, row, turn, num_left)
+    def kill_in_third_turn(self, turn):
+        on_end(self, turn)
         if self not in calls:
             calls.append(self)
-        if len(calls) == NUM_STEPS and len(self.episodes[row].replies) == 3:
+        if len(calls) == NUM_STEPS and len(self.episodes[turn.row].replies) == 3:
             while not Path(folder, "state", "1").is_dir():  # written in the background
                 time.sleep(0.01)
             print(*descendant_pids(os.getpid()), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Conversations.end_turn = kill_in_third_turn
+    Conversations.on_end = kill_in_third_turn
     train(Path(folder))
 
 

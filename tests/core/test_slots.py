@@ -1,4 +1,4 @@
-"""Draws over pages are those of rows in step, also with few pages and all kinds of layers; the kernel; admission."""
+"""Tokens do not depend on slots and pages, with all kinds of layers; the kernel; which rows are admitted."""
 
 from collections import deque
 from dataclasses import replace
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import core.chains.pages
+import core.sampler
+import core.slots.table
 import models.pages
-from core.chains.pages import PagedChain, PageTable, chances_to_go_on, with_pages
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig
+from core.slots.table import PageTable, chances_to_go_on
 from models import decoder
 from models.architecture import Decoder
 from models.attention import QuantizedKV, View
@@ -47,10 +48,7 @@ KINDS = {
     },
     "states": {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 8, 4)},
 }
-PAGING = {
-    "as many as needed": Paging(8),
-    "few": Paging(4, num_pages=20, num_slots=8, adapts=False),
-}
+FEW = Paging(4, num_pages=20, num_slots=8)
 KEY = jax.random.key(3)
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(10, 160, n).tolist() for n in (1, 2, 9, 17, 33, 40)]
@@ -62,9 +60,15 @@ def sampler_of(kind: str, **settings: object) -> Sampler:
     return Sampler(model, LIMIT, (0, 50, 100), layout=LAYOUT, max_prompt_tokens=LONGEST_PROMPT, **settings)
 
 
+def params_of(model: Decoder) -> dict:
+    return jax.tree.map(lambda x: 2 * x, decoder.init_params(model, jax.random.key(0)))
+
+
 def weights_of(sampler: Sampler) -> dict:
-    params = jax.tree.map(lambda x: 2 * x, decoder.init_params(sampler.model, jax.random.key(0)))
-    return sampler.load_weights(params)
+    return sampler.load_weights(params_of(sampler.model))
+
+
+teacher_forced = jax.jit(decoder.token_outputs, static_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -81,29 +85,31 @@ def weights_of(sampler: Sampler) -> dict:
         ("states", {"force_answer_at": 15, "forced_answer": lambda reply: [7, 8, 9]}),
     ],
 )
-def test_tokens_are_those_of_rows_in_step(kind, settings, monkeypatch):
-    # What is computed at once is less than a row, so that prompts take several calls.
-    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
+def test_tokens_do_not_depend_on_pages(kind, settings, monkeypatch):
+    """With few pages rows are put aside, and what is computed at once is less than a row."""
     sampler = sampler_of(kind, **settings)
     weights = weights_of(sampler)
-    in_step = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
-    for name, paging in PAGING.items():
-        paged = replace(sampler, make_chain=PagedChain, paging=paging)
-        on_pages = paged.generate(weights, PROMPTS, POSITIONS, G, KEY)
-        assert_same(on_pages, in_step, atol=1e-2 if kind == "int8" else 3e-5)
-        if name == "few":
-            assert on_pages.num_recomputed.sum() > len(PROMPTS) * G, "rows are put aside"
+    expected = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
+    # What is computed at once is less than a row.
+    monkeypatch.setattr(core.slots.table, "CHUNKS_ON_CPU", ((8, 16),))
+    ended = deque([4] * 200)  # so short that too many rows are admitted
+    found = replace(sampler, paging=replace(FEW, ended=ended)).generate(weights, PROMPTS, POSITIONS, G, KEY)
+    assert_same(found, expected, atol=1e-2 if kind == "int8" else 3e-5)
+    assert not expected.num_recomputed.any()
+    assert found.num_recomputed.any()
+    if kind != "int8" and sampler.distribution.is_whole:
+        logprobs, *_ = teacher_forced(sampler.model, params_of(sampler.model), found.tokens)
+        np.testing.assert_allclose(found.logprobs, np.where(found.mask, logprobs, 0), atol=3e-5)
 
 
 @pytest.mark.parametrize("length", [9, 12, 17, 30])
 def test_forced_answer_is_longer_than_a_segment(length):
-    """In step and over pages it is whole, up to the limit of a completion."""
+    """It is whole, up to the limit of a completion, also if its row is put aside."""
     answer = list(range(60, 60 + length))
     sampler = replace(sampler_of("full", force_answer_at=17, forced_answer=lambda reply: answer), stop_ids=())
-    assert sampler.segments() == [13, 9, 8]
     found = [
-        each.generate(weights_of(sampler), PROMPTS, POSITIONS, G, KEY)
-        for each in (sampler, replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], ended=deque())))
+        replace(sampler, paging=paging).generate(weights_of(sampler), PROMPTS, POSITIONS, G, KEY)
+        for paging in (Paging(), replace(FEW, ended=deque()))
     ]
     assert_same(*found[::-1], atol=3e-5)
     for row, start in enumerate(found[0].prompt_lengths + LIMIT - 17):
@@ -112,17 +118,17 @@ def test_forced_answer_is_longer_than_a_segment(length):
         assert found[0].mask[row, start : start + 17].tolist() == [False] * min(length, 17) + [True] * (17 - length)
 
 
-def assert_same(on_pages: Completions, in_step: Completions, atol: float) -> None:
+def assert_same(found: Completions, expected: Completions, atol: float) -> None:
     """A number of an int8 cache is rounded up in one program and down in another: `atol` of log-probabilities."""
     for name in ("tokens", "mask", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(on_pages, name), getattr(in_step, name), name)
-    is_drawn = in_step.mask[..., None]
-    if in_step.routes is not None:  # those of forced tokens are not recorded
-        routes = [r.routes * is_drawn[..., None] for r in (on_pages, in_step)]
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+    is_drawn = expected.mask[..., None]
+    if expected.routes is not None:  # those of forced tokens are not recorded
+        routes = [r.routes * is_drawn[..., None] for r in (found, expected)]
         np.testing.assert_array_equal(*routes)
-    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=atol)
-    if in_step.support is not None:
-        ids = [np.sort(r.support * is_drawn, axis=-1) for r in (on_pages, in_step)]  # equal ones may change places
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=atol)
+    if expected.support is not None:
+        ids = [np.sort(r.support * is_drawn, axis=-1) for r in (found, expected)]  # equal ones may change places
         np.testing.assert_array_equal(*ids)
 
 
@@ -175,7 +181,7 @@ def test_a_page_has_one_row_or_the_rows_of_a_prompt(share_idle):
     prompts = np.repeat(np.arange(10), 4)
     num_pages = 20
     num_shared = (prompts % 3).astype(int)
-    table = PageTable(2, 8, num_pages, 12, prompts, num_shared)
+    table = PageTable(2, 8, num_pages, 12, 8, prompts, num_shared)
     length, num_aside, num_yielded = np.ones(40, int), 0, 0
     while any(shard.resident or shard.waiting for shard in table.shards):
         needed = num_shared + length
@@ -210,7 +216,7 @@ def test_chances_are_the_shares_of_rows_that_went_on():
 
 def test_pages_for_not_one_row_are_refused():
     model = Decoder(**SIZES)
-    paging = Paging(16, adapts=False)
+    paging = Paging(16)
     room = 100 * page_bytes(model, 16) + 4 * 12 * model.vocab_size
     fitting = pages_that_fit(room, model, LAYOUT, paging, 1600, 512)
     assert (fitting.num_pages, fitting.num_slots) == (100, 4)
@@ -218,32 +224,27 @@ def test_pages_for_not_one_row_are_refused():
         pages_that_fit(room, model, LAYOUT, paging, 1700, 512)
 
 
-def test_rows_in_step_are_for_single_replies():
-    sampler = sampler_of("full")
-    assert with_pages(sampler, -1) is sampler
-    assert with_pages(sampler, -1, has_turns=True).paging.adapts
-    assert with_pages(sampler, 32).paging == Paging(32, adapts=False)
-    with pytest.raises(UserError, match="--page_size 0"):
-        with_pages(sampler, 0, has_turns=True)
+def test_a_size_of_pages_is_a_power_of_two():
     with pytest.raises(UserError, match="a power of two from 8 to 256"):
         SamplingConfig(page_size=24)
 
 
 @pytest.mark.parametrize("kind", ["full", "int8", "window"])
-def test_tokens_by_the_kernel_are_those_of_rows_in_step(kind, monkeypatch):
+def test_tokens_by_the_kernel_are_the_same(kind, monkeypatch):
     """In few pages, prompts and the rows that share them in one call; the kernel is interpreted."""
     sampler = sampler_of(kind, segment=8)
     sampler = replace(sampler, model=replace(sampler.model, rope_theta=1e4))  # programs of its own
     weights = weights_of(sampler)
-    in_step = sampler.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
-    for module in (models.pages, core.chains.pages):
+    expected = sampler.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
+    sampler = replace(sampler, model=replace(sampler.model, remat="none"))
+    for module in (models.pages, core.sampler):
         # The kernel of GPUs, which is interpreted on a CPU.
         monkeypatch.setattr(module, "paged_kernel", lambda model: "triton")
     # What is computed at once is less than a row.
     monkeypatch.setitem(models.pages.KERNELS, "triton", partial(triton, interpret=True))
-    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
-    paged = replace(sampler, make_chain=PagedChain, paging=replace(PAGING["few"], num_pages=20))
-    on_pages = paged.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
-    np.testing.assert_array_equal(on_pages.tokens, in_step.tokens)
-    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
-    assert on_pages.num_recomputed.sum()
+    monkeypatch.setattr(core.slots.table, "CHUNKS_ON_CPU", ((8, 16),))
+    few = replace(sampler, paging=replace(FEW, ended=deque([4] * 200)))
+    found = few.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
+    assert found.num_recomputed.sum()
