@@ -1,31 +1,29 @@
-"""Published clients at the endpoint: what each does with the answers of a model, or of a script that calls tools.
+"""Published clients at the endpoint: a dialogue of three turns with calls of a tool, and how its requests continue.
 
-    pip install openai litellm langchain-openai smolagents mini-swe-agent verifiers "lm_eval[api]" openenv
+    pip install openai litellm langchain-openai smolagents mini-swe-agent "verifiers<0.4" "lm_eval[api]" openenv
     python bench/endpoint.py --python ~/venv-agents/bin/python
-    python bench/endpoint.py --python ~/venv-agents/bin/python --model_dir models/tiny
 
-The clients need an environment of their own. Without --model_dir a script answers, so that calls are sure to come:
-`continued` are requests after the first whose history was as returned, so that only what is new is computed. With a
-model, recipes/agents/serve.py answers, lm_eval too.
+The clients need an environment of their own. A script answers, so that calls are sure to come: `continued` are requests
+after the first whose history was as returned, so that only what is new is computed. lm_eval asks
+recipes/agents/serve.py for log-probabilities of --model_dir.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import markdown_table
+from bench.serving import OURS, served
 from envs.base import Reply
 from models.checkpoint import find_checkpoints
 from models.tokenizer import load_tokenizer
@@ -202,13 +200,13 @@ class Script(Endpoint):
         return Sampled(Reply(f"<tool_call>{body}</tool_call>", (body,)), (1,), (-0.5,), prompt_ids=(1,))
 
 
-def run_client(python: str, code: str, url: str, key: str, name: str, **variables: str) -> str:
+def run_client(python: str, code: str, base: str, key: str, name: str, **variables: str) -> str:
     """Returns the last line of a client, or of its error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "client.py")
         file.write_text(START + code)
         own = {"TMPDIR": folder, "HOME": folder, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
-        own |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "NAME": name, "ROOT": str(ROOT), **variables}
+        own |= {"OPENAI_BASE_URL": base, "OPENAI_API_KEY": key, "NAME": name, "ROOT": str(ROOT), **variables}
         command = [os.path.expanduser(python), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | own)
     lines = [line for line in done.stdout.splitlines() if line.startswith("DONE")]
@@ -220,7 +218,7 @@ def by_script(python: str) -> list[list[object]]:
     script, rows = Script(), []
     with script.server:
         for client, code in CLIENTS.items():
-            end = run_client(python, code, script.server.url, client, script.name)
+            end = run_client(python, code, f"{script.server.url}/v1", client, script.name)
             asked = [each for key, each in script.asked if key == client]
             num_new = sum(each.is_new for each in asked)
             num_tools = sum(bool(message.get("tool_calls")) for each in asked for message in each.request.messages[-2:])
@@ -228,43 +226,26 @@ def by_script(python: str) -> list[list[object]]:
     return rows
 
 
-@contextmanager
-def served(model_dir: str) -> Iterator[tuple[str, str]]:
-    """Serves a model; yields its address and its name."""
-    command = [sys.executable, "recipes/agents/serve.py", "--model_dir", model_dir, "--port", "0"]
-    command += ["--context", "1024", "--rows", "4"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        first = process.stdout.readline()
-        yield re.search(r"http://\S+?(?=/v1)", first)[0], first.partition(":")[0]
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def by_model(python: str, model_dir: str) -> list[list[object]]:
-    """Returns a row for each client that a model answers."""
-    with served(model_dir) as (url, name), tempfile.TemporaryDirectory() as folder:
-        rows = [[client, run_client(python, code, url, client, name)] for client, code in CLIENTS.items()]
-        questions = [(f"{a} + {b} =", [f" {a + b}", f" {b}", f" {a} and {b}"]) for a in range(5) for b in range(8)]
-        lines = [json.dumps({"question": text, "choices": choices, "answer": 0}) for text, choices in questions]
+def by_lm_eval(python: str, model_dir: str) -> list[object]:
+    """Returns the row of lm-evaluation-harness, which scores choices by a served model."""
+    questions = [(f"{a} + {b} =", [f" {a + b}", f" {b}", f" {a} and {b}"]) for a in range(5) for b in range(8)]
+    lines = [json.dumps({"question": text, "choices": choices, "answer": 0}) for text, choices in questions]
+    command = OURS.format(python=shlex.quote(sys.executable), model_dir=model_dir, conversations=4, context=1024)
+    with served(command) as base, tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("\n".join(lines))
         Path(folder, "choice.yaml").write_text(TASK.replace("FOLDER", folder))
         source = str(find_checkpoints(model_dir)[-1][1].absolute())
-        found = run_client(python, LM_EVAL, url, "lm_eval", name, TASKS=folder, MODEL_DIR=source)
-        return [*rows, ["lm_eval", found]]
+        end = run_client(python, LM_EVAL, base, "lm_eval", Path(model_dir).name, TASKS=folder, MODEL_DIR=source)
+    return ["lm_eval", "", "", "", "", end]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default="python", help="Python that has the clients")
-    parser.add_argument("--model_dir", default="", help="model that answers; empty: a script")
+    parser.add_argument("--model_dir", default="models/tiny", help="model that scores choices for lm_eval")
     options = parser.parse_args()
-    if options.model_dir:
-        print("\n".join(markdown_table(["client", "its end"], by_model(options.python, options.model_dir))))
-    else:
-        columns = ["client", "requests", "with calls", "continued", "forks", "its end"]
-        print("\n".join(markdown_table(columns, by_script(options.python))))
+    rows = [*by_script(options.python), by_lm_eval(options.python, options.model_dir)]
+    print("\n".join(markdown_table(["client", "requests", "with calls", "continued", "forks", "its end"], rows)))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "con
 IN_ATTENTION = r"[bn]kq\w+(,|->)"  # models/attention.py's einsums
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
 LIBRARIES = {"gemm|nvjet|cutlass|xmma": WEIGHTS, "fmha|cudnn|attend|attention|pallas": ATTENTION, "memcpy": MOVES}
-MOST_NAMED = 15  # operations of a profile
 NUM_TRACED = 4  # segments
 Operation = tuple[str, str]  # its program, empty if the profiler does not name it, and its name
 
@@ -148,10 +147,9 @@ def measure_update(config: Command, update: Callable[[], PyTree], model: Decoder
 
 
 class Operations(NamedTuple):
-    """Seconds that operations took in a profile, and how often they ran; seconds from the first to the last."""
+    """Seconds that operations took in a profile; seconds from the first to the last."""
 
     seconds: Counter[Operation]
-    counts: Counter[Operation]
     span: float
 
 
@@ -172,7 +170,7 @@ def tracing() -> Iterator[list[Operations]]:
 
 def read_profile(profile: ProfileData, span: float) -> Operations:
     """Returns the operations of a profile: kernels of the device, of a CPU the operations of programs."""
-    seconds, counts, ends = Counter(), Counter(), []
+    seconds, ends = Counter(), []
     on_device = [plane for plane in profile.planes if plane.name.startswith(("/device:GPU", "/device:TPU"))]
     for line in (line for plane in on_device or profile.planes for line in plane.lines):
         for event in line.events if not on_device or line.name.startswith(("Stream", "XLA Ops")) else ():
@@ -180,9 +178,8 @@ def read_profile(profile: ProfileData, span: float) -> Operations:
             if (on_device or "hlo_op" in stats) and not event.name.startswith(NESTING):
                 operation = stats.get("hlo_module", ""), stats.get("hlo_op", event.name)
                 seconds[operation] += event.duration_ns / 1e9
-                counts[operation] += 1
                 ends += [event.start_ns, event.start_ns + event.duration_ns]
-    return Operations(seconds, counts, (max(ends) - min(ends)) / 1e9 if on_device and ends else span)
+    return Operations(seconds, (max(ends) - min(ends)) / 1e9 if on_device and ends else span)
 
 
 def trace_segments(rollout: Rollout) -> Operations:
@@ -242,7 +239,7 @@ def kind_of_kernel(name: str) -> str:
 
 
 def report_profile(works: Mapping[str, Operations]) -> None:
-    """Prints kernels of a token's step, shares of the time by kind, and the operations that take most of it."""
+    """Prints kernels of a token's step, and shares of the time by kind."""
     kinds = {}
     print()
     for program, text in programs().items():
@@ -258,14 +255,6 @@ def report_profile(works: Mapping[str, Operations]) -> None:
         shares = [spent[kind] / found.span for kind in KINDS]
         table.append((work, found.span * 1e3, *(f"{share:.0%}" for share in (*shares, 1 - sum(shares)))))
     report("Where the time goes", ("work", "ms", *KINDS, "waits"), table, environment())
-    for work, found in works.items():
-        seconds, counts = Counter(), Counter()
-        for operation in found.seconds:
-            name = re.sub(r"[._]?\d+$", "", operation[1])[:60]
-            seconds[name] += found.seconds[operation]
-            counts[name] += found.counts[operation]
-        rows = [(name, counts[name], x * 1e3, x / counts[name] * 1e6) for name, x in seconds.most_common(MOST_NAMED)]
-        report(f"Operations: {work}", ("operation", "times", "ms", "us each"), rows, {})
 
 
 def main(config: Command) -> None:

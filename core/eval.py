@@ -234,16 +234,6 @@ def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
     return f"{name:>10} {shorten(reply.text)}\n{'':10} {outcome}"
 
 
-def training_note(folder: Path, env: EnvConfig) -> str:
-    """Returns the --env_options of the run that saved a checkpoint if they differ for this environment, or no text."""
-    trained, _ = read_settings(folder.parent / "config.json")
-    names = {split_name(name)[0] for name, _ in parse_environments(env.env_name, "--env_name").values()}
-    options = trained.get("env_options", "")
-    if split_name(str(trained.get("env_name", "")))[0] not in names or options == env.env_options:
-        return ""
-    return f"{folder.parent} was trained with --env_options {options!r}, which differ from those of this evaluation"
-
-
 def main(config: EvalCommand) -> None:
     layout = make_layout(config.devices, config.output.model_dir)
     limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
@@ -255,8 +245,7 @@ def main(config: EvalCommand) -> None:
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name)]
     if layout.is_main:
         check_writable(config.output.json, config.output.save_samples)
-        notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)
-        lines = inheritance_note(config), *(f"{played.label}: {played.manner}" for played in environments), *notes
+        lines = inheritance_note(config), *(f"{played.label}: {played.manner}" for played in environments)
         print("\n".join(filter(None, lines)), flush=True)
     results = []
     for name, folder in checkpoints[:1] if config.output.show else checkpoints:

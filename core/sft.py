@@ -195,7 +195,6 @@ def train(
     """Makes an update with each batch of rows; every epoch has them in a new order."""
 
     def evaluate(state: TrainState, step: int) -> dict[str, float]:
-        """Returns the scores of the environments and the losses of held-out rows, and writes both."""
         clock, metrics = time.perf_counter(), {}
         if workers:
             metrics = evaluate_policy(config, run, workers, learner, state, step)
@@ -217,10 +216,9 @@ def train(
             state, update = learner.update(state, batch, progress.step / run.num_steps)
             updated = learner.metrics([update])  # blocks until the update is done
         progress = progress.after_step(end, num_rollouts=0)
-        times = run.log.times
-        metrics = times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
+        metrics = run.log.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / num_examples}
-        metrics |= weighed | {"speed/tokens_per_second": batch.lengths.sum() / times["times/update"]}
+        metrics |= weighed | {"speed/tokens_per_second": batch.lengths.sum() / metrics["times/update"]}
         progress = run.end_step(progress, state, metrics, evaluate, progress.step == run.num_steps)
     run.finish(progress, state)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 from envs import (
     ENVS,
@@ -219,21 +219,13 @@ def system_prompt(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n".join(message["content"] for message in messages if message["role"] == "system")
 
 
-class SamplerLimits(Protocol):
-    """Settings of the sampler that are read here; negative ones are left to the environment."""
-
-    num_generation_tokens: int
-    force_answer_at: int
-
-
-def resolve_environments(
-    config: EnvConfig, held_out: HeldOutConfig, limits: SamplerLimits
-) -> dict[str, RolloutSettings]:
+def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, sampling: Any) -> dict[str, RolloutSettings]:
     """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
 
-    Further environments of --test_env_name have the roles "test_env.LABEL". Raises: UserError.
+    Further environments of --test_env_name have the roles "test_env.LABEL". `sampling`: a SamplingConfig. Raises:
+    UserError.
     """
-    training = resolve_settings(config, config.env_name, limits.num_generation_tokens, limits.force_answer_at)
+    training = resolve_settings(config, config.env_name, sampling.num_generation_tokens, sampling.force_answer_at)
     limits = training.max_new_tokens, training.force_answer_at
     environments = {"env": training} | by_role(resolve_held_out(config, held_out.test_env_name, *limits))
     check_files(config, [settings.name for settings in environments.values()])

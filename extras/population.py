@@ -47,7 +47,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.estimates import mean_over_runs
-from utils.evaluation.tables import FIRST, format_score, format_table
+from utils.evaluation.tables import FIRST, align, scores_of
 from utils.metrics.curves import Curves, read_metrics
 from utils.metrics.logger import lossy_output
 from utils.metrics.sinks import asks_for_wandb
@@ -325,21 +325,21 @@ def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]])
     names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
     if not names:
         return ""
-    columns = {f"held-out {name}, 95% intervals": {} for name in names}
-    for place, when in ((0, "before"), (-1, "after")):
+    titles, table = [f"{name} {when}" for when in ("before", "after") for name in names], {}
+    for place in (0, -1):
         rows = {
             run: {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
             for run, metrics in runs.items()
         }
-        cells = {run: [format_score(row, name) for name in names] for run, row in rows.items()}
+        cells = {run: scores_of(row, names) for run, row in rows.items()}
         for group, members in groups.items() if len(runs) > len(groups) else ():
             few = " (too few seeds)" if len(members) == 2 else ""
             means = {name: mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names}
             title = f"{group}: mean over {counted(len(members), 'seed')}"
-            cells[title] = [format_score(mean, name) + few for name, mean in means.items()]
-        for name, column in zip(names, zip(*cells.values(), strict=True), strict=True):
-            columns[f"held-out {name}, 95% intervals"][when] = column
-    return format_table(list(cells), columns)
+            cells[title] = [f"{scores_of(mean, [name])[0]}{few}" for name, mean in means.items()]
+        for row, own in cells.items():
+            table[row] = [*table.get(row, ()), *own]
+    return align([["held-out, 95% intervals", *titles], *([row, *cells] for row, cells in table.items())])
 
 
 if __name__ == "__main__":

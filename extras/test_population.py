@@ -228,8 +228,8 @@ def test_scores_before_and_after_stand_in_a_table(lasts):
     steps = np.array([0.0, 9])
     runs = {f"seed={i}": {"test_env/correct_answer": (steps, np.array([0.2, last]))} for i, last in enumerate(lasts)}
     table = population.format_runs(runs, {"all": list(runs)})
-    assert table.splitlines()[1].split()[-2:] == ["before", "after"]
-    assert ("2 seeds  0.200 (too few seeds)  0.500 (too few seeds)" in table) == (len(lasts) == 2), table
+    assert table.splitlines()[0].split()[-4:] == ["correct_answer", "before", "correct_answer", "after"]
+    assert ("2 seeds   0.200 (too few seeds)  0.500 (too few seeds)" in table) == (len(lasts) == 2), table
     assert population.format_runs({"seed=0": {}}, {"all": ["seed=0"]}) == ""
 
 

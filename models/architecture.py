@@ -153,8 +153,7 @@ class Decoder:
         width = Spec((self.hidden_size,), (None,))
         norms = {f"{name}.weight": width for name in NORMS[self.norms] if name}
         mixer = delta_table(self) if kind == LINEAR else attention_table(self)
-        mlp = expert_table(self) if self.num_experts else mlp_table(self)
-        return norms | mixer | mlp
+        return norms | mixer | mlp_table(self)
 
     def weights_table(self) -> dict[str, Spec | list[LayerTable]]:
         """Returns the table of the arrays of `decode_weights`: layers as a list, their matrices transposed."""
@@ -294,19 +293,15 @@ def delta_table(model: Decoder) -> LayerTable:
 
 
 def mlp_table(model: Decoder) -> LayerTable:
-    """Returns the parameters of an MLP."""
+    """Returns the parameters of an MLP, or of a router and its experts, each with tensors of its own in the file."""
     D = model.hidden_size
-    F = model.intermediate_size
-    return {
-        "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
-        "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
-        "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
-    }
-
-
-def expert_table(model: Decoder) -> LayerTable:
-    """Returns the parameters of a router and its experts; in the file each expert has tensors of its own."""
-    D = model.hidden_size
+    if not model.num_experts:
+        F = model.intermediate_size
+        return {
+            "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
+        }
     F = model.moe_intermediate_size
     E = model.num_experts
     experts = f"mlp.experts.{EXPERT}"

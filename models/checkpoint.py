@@ -144,12 +144,14 @@ def load_policy(
     seed: int,
     layout: Layout,
     dtype: str,
+    base: Weights | None = None,
     **overrides: bool | float | str,
 ) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
     """Loads a model to train: its architecture, frozen base, trained parameters, tokenizer.
 
     Without a rank all float32 parameters are trained, and the base is empty. With a rank the base is loaded in the
-    layout and dtype of sampling. Adapters come from a PEFT folder, or are made by the seed.
+    layout and dtype of sampling, unless that of another policy is given, which is then shared. Adapters come from a
+    PEFT folder, or are made by the seed.
 
     Raises: UserError as `load_model`, and for adapters of another rank or alpha.
     """
@@ -161,7 +163,7 @@ def load_policy(
     overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha", "base_dtype")}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
-    base = load_base(source, layout)
+    base = base or load_base(source, layout)
     if source.adapters:
         adapters = load_adapters(source.adapters, model)
     else:

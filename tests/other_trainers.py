@@ -119,10 +119,6 @@ def of_class(environments, **kwargs):
     return [float(isinstance(environment, Increment)) for environment in environments]
 
 
-def needs_state(completions, trainer_state):
-    pass
-
-
 class Minefield:
     """Gym: draws its mine at the first step, as GEM's Minesweeper does."""
 

@@ -1,4 +1,4 @@
-"""The forks of docs/forks.md have the size that its table states, and do what it says.
+"""The diffs of docs/forks have the size that docs/forks.md states, and do what it says.
 
     python tests/test_forks.py    # brings the diffs and the table to the last commit
 
@@ -13,6 +13,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,8 +30,8 @@ from tests.oracles.stored import stored_logits, stored_logprobs
 from tests.readme import clone
 
 PAGE = ROOT / "docs" / "forks.md"
-DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ROW = re.compile(r"^\| \[(.*)\]\((.*)\) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+FORKS = sorted((ROOT / "docs" / "forks").glob("*.diff"))
+ROW = re.compile(r"^(\| \[(.*?)\]\(forks/.*?\.diff\) \| .*?) \| (\d+) \| (\d+) \|", re.MULTILINE)
 TINY, TEACHER = ROOT / "models/tiny", ROOT / "models/player"
 STEPS = 4
 SMALL = {
@@ -38,12 +40,6 @@ SMALL = {
 }  # fmt: skip
 DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64} | SMALL
 POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
-
-
-def forks(page: str) -> dict[str, str]:
-    """Returns the diffs of a page by heading."""
-    sections = re.split(r"^## ", page, flags=re.MULTILINE)
-    return {section.partition("\n")[0]: DIFF.search(section)[1] for section in sections if DIFF.search(section)}
 
 
 def size(diff: str) -> tuple[int, int]:
@@ -55,14 +51,19 @@ def size(diff: str) -> tuple[int, int]:
 def test_the_table_has_the_size_of_each_fork():
     """At most two files and 15 lines for an idea, three files for one of the sampler, the distribution and the loop."""
     page = PAGE.read_text(encoding="utf-8")
-    table = {name: (int(files), int(lines)) for name, _, files, lines in ROW.findall(page)}
-    assert table == {name: size(diff) for name, diff in forks(page).items()}, "python tests/test_forks.py counts anew"
-    all_forks = {name[0]: counts for name, counts in table.items() if name[1] == "."}
-    assert "".join(all_forks) == "abcdefghijk"
-    assert all(files <= 2 + (name == "d") and lines <= 15 for name, (files, lines) in all_forks.items())
-    all_files, all_lines = map(sum, zip(*all_forks.values(), strict=True))
-    assert all_files <= 18
-    assert all_lines <= 130
+    table = {name: (int(files), int(lines)) for _, name, files, lines in ROW.findall(page)}
+    assert table == {fork.stem: size(fork.read_text()) for fork in FORKS}, "python tests/test_forks.py counts anew"
+    assert table.keys() == CASES.keys()
+    assert all(files <= 2 + (name == "temperatures") and lines <= 15 for name, (files, lines) in table.items())
+    all_files, all_lines = map(sum, zip(*table.values(), strict=True))
+    assert all_files <= 24
+    assert all_lines <= 170
+
+
+@pytest.mark.parametrize("fork", FORKS, ids=lambda fork: fork.stem)
+def test_a_fork_applies(fork: Path):
+    done = subprocess.run(["git", "apply", "--check", fork], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, f"{done.stderr} (after a commit, python tests/test_forks.py refreshes it)"
 
 
 class Outcome(NamedTuple):
@@ -87,7 +88,8 @@ class Outcome(NamedTuple):
 
 def play(root: Path, folder: Path, flags: dict[str, object], is_killed: bool = False) -> Outcome:
     """Runs the code in `root`, once more where it was killed behind its second step."""
-    command = [sys.executable, "core/grpo.py", *arguments(**flags, save_dir=folder)]
+    flags = dict(flags)
+    command = [sys.executable, flags.pop("program", "core/grpo.py"), *arguments(**flags, save_dir=folder)]
     for is_first in (True, False)[not is_killed :]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=root, env=QUICK | os.environ, **pipes)
@@ -204,38 +206,78 @@ def distillation(run: Outcome) -> None:
         np.testing.assert_allclose(row["advantage"], gain[i][arrays["mask"][i]], atol=1e-3)
 
 
-def sequence_weights(run: Outcome) -> None:
-    """The fork's own function against a loop in float64, for ratios near 1 and far from it; and a run by it."""
-    vespo = runpy.run_path(str(run.root / "core" / "objectives.py"))["vespo"]
-    assert json.loads((run.folder / "config.json").read_text())["objective"] == "vespo"
-    assert run.metrics[1]["clip_fraction"] == 0
+def vespo(new: np.ndarray, old: np.ndarray, A: np.ndarray) -> np.ndarray:
+    log_w = np.clip(np.clip(new - old, -20, 20).sum(axis=1, keepdims=True), math.log(1e-8), 20)
+    k, c = np.where(A >= 0, 2, 3), np.where(A >= 0, 3, 2)
+    return -np.exp(c + k * log_w - c * np.exp(log_w)) * A
+
+
+def dppo_squared(new: np.ndarray, old: np.ndarray, A: np.ndarray) -> np.ndarray:
+    moved = np.exp(new) - np.exp(old)
+    is_inside = np.where(A > 0, moved <= 0.2, moved >= -0.2)
+    return np.where(is_inside, -np.exp(new - old) * A, 0) + 2e-3 * (new - old)
+
+
+def gmpo(new: np.ndarray, old: np.ndarray, A: np.ndarray) -> np.ndarray:
+    log_ratio = new - old
+    is_free = np.where(A > 0, log_ratio <= 0.2, log_ratio >= -0.2)
+    clipped = np.where(is_free, log_ratio, 0.2 * np.sign(A))
+    return -A * np.exp(clipped.mean(axis=1, keepdims=True)) * is_free
+
+
+def dft(new: np.ndarray, old: np.ndarray, A: np.ndarray) -> np.ndarray:
+    return -np.exp(new) * A
+
+
+def loss(gradient: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray], run: Outcome) -> None:
+    """The fork's own function has this gradient, computed in float64, for ratios near 1 and far from it."""
+    import jax  # not on the path of this file's own command
+
+    function = runpy.run_path(str(run.root / "core" / "objectives.py"))[gradient.__name__]
+    config = SimpleNamespace(clip_epsilon=0.2, clip_epsilon_high=0.2)
     rng = np.random.default_rng(0)
     for size in (0.1, 1.0, 30.0):
-        old = rng.normal(-2, 0.5, (6, 5))
-        new = old + rng.normal(0, size, old.shape)
-        signs = np.tile([[1.0], [-1.0]], (3, 5)) * rng.uniform(0.5, 2, (6, 1))
-        batch = SimpleNamespace(advantages=np.float32(signs), old_logprobs=np.float32(old))
-        found, _ = vespo(np.float32(new), batch, None)
-        for i, row in enumerate(found):
-            total = sum(min(max(float(x), -20.0), 20.0) for x in np.float32(new)[i] - np.float32(old)[i])
-            log_w = min(max(total, math.log(1e-8)), 20.0)
-            k, c = (2, 3) if signs[i, 0] >= 0 else (3, 2)
-            weight = math.exp(c + k * log_w - c * math.exp(log_w))
-            np.testing.assert_allclose(row, -weight * signs[i] * new[i], rtol=1e-3 * max(1, size), atol=1e-30)
+        old = np.float32(rng.normal(-2, 0.5, (6, 5)))
+        new = np.float32(np.minimum(old + rng.normal(0, size, old.shape), 0))
+        A = np.float32(np.tile([[1.0], [-1.0]], (3, 5)) * rng.uniform(0.5, 2, (6, 1)))
+        batch = {"advantages": A, "old_logprobs": old, "sample_logprobs": old, "mask": np.ones(old.shape, bool)}
+        found = jax.grad(lambda x: function(x, SimpleNamespace(**batch), config)[0].sum())(new)  # noqa: B023
+        expected = gradient(*map(np.float64, (new, old, A)))
+        np.testing.assert_allclose(found, expected, rtol=1e-3 * max(1, size), atol=1e-6)
 
 
+def observations(run: Outcome) -> None:
+    """The term of the first update, against log-probabilities by the model itself; the loss has a tenth of it."""
+    arrays, metrics = run.arrays(1), run.metrics[1]
+    column = np.arange(arrays["mask"].shape[1])
+    is_reply = (arrays["prompt_lengths"][:, None] <= column) & (column < arrays["lengths"][:, None])
+    is_observed = is_reply & ~arrays["mask"]
+    assert is_observed.any(axis=1).mean() > 0.5
+    expected = -stored_logprobs(arrays, TEACHER)[is_observed].sum() / arrays["mask"].sum()
+    assert metrics["echo/loss"] == pytest.approx(expected, rel=1e-4)
+    total = metrics["policy_loss"] + metrics["entropy_loss"] + 0.1 * metrics["echo/loss"]
+    assert metrics["loss"] == pytest.approx(total, rel=1e-4)
+    assert run.metrics[STEPS]["echo/loss"] < metrics["echo/loss"]
+
+
+GAME = {"config": "recipes/games/preset.py"} | SMALL
+ROWS = {"program": "core/sft.py", "data": "rows.jsonl", "max_steps": STEPS, "save_interval": 2, "batch_size": 2}
 CASES = {  # check, flags, whether it has state, which is killed and resumed
-    "a": (baseline, POEM | {"advantage": "reinforce"}, True),
-    "b": (bonus, DEMO, False),
-    "c": (margin, DEMO, False),
-    "d": (temperatures, DEMO, False),
-    "e": (mixture, DEMO | {"env_name": "mixture", "test_env_name": "mixture-test", "prompt_length": 128}, False),
-    "f": (supervised, DEMO | {"lr": 1e-6}, True),
-    "g": (controller, DEMO, True),
-    "h": (ratios, DEMO, False),
-    "i": (average, DEMO, True),
-    "j": (distillation, DEMO, False),
-    "k": (sequence_weights, DEMO | {"objective": "vespo", "ppo_epochs": 2}, False),
+    "baseline": (baseline, POEM | {"advantage": "reinforce"}, True),
+    "bonus": (bonus, DEMO, False),
+    "margin": (margin, DEMO, False),
+    "temperatures": (temperatures, DEMO, False),
+    "mixture": (mixture, DEMO | {"env_name": "mixture", "test_env_name": "mixture-test", "prompt_length": 128}, False),
+    "replay": (supervised, DEMO | {"lr": 1e-6}, True),
+    "entropy": (controller, DEMO, True),
+    "histogram": (ratios, DEMO, False),
+    "average": (average, DEMO, True),
+    "teacher": (distillation, DEMO, False),
+    "vespo": (partial(loss, vespo), DEMO | {"objective": "vespo", "ppo_epochs": 2}, False),
+    "squared": (partial(loss, dppo_squared), DEMO | {"objective": "dppo_squared", "ppo_epochs": 2}, False),
+    "gmpo": (partial(loss, gmpo), DEMO | {"objective": "gmpo", "loss_normalization": "sequence_mean"}, False),
+    "echo": (observations, GAME, False),
+    "dft": (partial(loss, dft), ROWS, False),
 }
 
 
@@ -245,10 +287,11 @@ def test_a_fork_does_what_it_says_and_resumes_to_the_bit(name, tmp_path):
     check, flags, has_state = CASES[name]
     root = tmp_path / "lmpo"
     clone(root)
-    diffs = {heading[0]: diff for heading, diff in forks(PAGE.read_text()).items()}
-    diff = diffs[name].replace("Qwen/Qwen3-8B", "models/player")
+    diff = (ROOT / f"docs/forks/{name}.diff").read_text().replace("Qwen/Qwen3-8B", "models/player")
     subprocess.run(["git", "apply"], cwd=root, input=diff, text=True, check=True)
     (root / "subjects.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")  # the first is held out
+    rows = [{"prompt": f"Use {i} 4 to make {i + 4}.", "completion": f"{i}+4"} for i in range(20)]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = play(root, tmp_path / "run", flags)
     if has_state:
         resumed = play(root, tmp_path / "resumed", flags, is_killed=True)
@@ -259,7 +302,6 @@ def test_a_fork_does_what_it_says_and_resumes_to_the_bit(name, tmp_path):
 
 def refresh() -> None:
     """Writes the diffs as they apply to the last commit, and their sizes."""
-    page = PAGE.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
 
@@ -269,14 +311,14 @@ def refresh() -> None:
 
         git("worktree", "add", "-q", "--detach", str(tree), cwd=ROOT)
         try:
-            for diff in DIFF.findall(page):
-                git("apply", "--3way", input=diff)
-                page = page.replace(diff, git("diff", "-U1", "--cached"))
+            for fork in FORKS:
+                git("apply", "--3way", input=fork.read_text())
+                fork.write_text(git("diff", "-U1", "--cached"))
                 git("reset", "-q", "--hard")
         finally:
             git("worktree", "remove", "--force", str(tree), cwd=ROOT)
-    sizes = {name: size(diff) for name, diff in forks(page).items()}
-    page = ROW.sub(lambda row: "| [{}]({}) | {} | {} |".format(*row.group(1, 2), *sizes[row[1]]), page)
+    sizes = {fork.stem: size(fork.read_text()) for fork in FORKS}
+    page = ROW.sub(lambda row: "{} | {} | {} |".format(row[1], *sizes[row[2]]), PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(page, encoding="utf-8")
 
 

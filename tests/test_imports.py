@@ -260,7 +260,7 @@ print(sorted(LATE & set(sys.modules)))
 
 
 def test_wrong_option_is_told_before_slow_imports():
-    """Options are read after the imports, in which nothing is garbage; bench/startup.py measures them."""
+    """Options are read after the imports, in which nothing is garbage."""
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "yaml"}
     late |= {"pyarrow", "math_verify", "sympy"}
     output = run(WRONG_OPTION.replace("LATE", repr(late)).replace("COMMANDS", repr(COMMANDS)))

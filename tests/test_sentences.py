@@ -36,7 +36,7 @@ SENTENCES = {  # command line: what is printed
     "--env_name math500-valid": "math500 has no -valid, since it is a benchmark with test problems only",
     "--config nowhere.yaml": "there is no preset nowhere.yaml (looked here and in",
     "--config poems.py": "did you mean configs/poem.py?",
-    "--config mapping.py": "get_config is of type dict, no function: write def get_config(): return {...}",
+    "--config mapping.py": "defines no get_config(): write def get_config(): return {...}",
     "--config own_fault.py": "own_fault.py: environment poem has no option for numbers=9: choose one of ",
     "--config groups.py --groups_per_batch 3": "--ppo_minibatch 8 does not divide",
     "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, groups.py sets --group_size)",
@@ -56,8 +56,8 @@ SENTENCES = {  # command line: what is printed
     f"{ROWS}=empty.jsonl": "empty.jsonl is empty: write rows into it",
     f"{ROWS}=other.jsonl": "other.jsonl:1 has no column 'prompt', only 'q', 'a'",
     f"{ROWS}=rows.jsonl,form=boxd": "form=boxd: choose one of tags, boxed, hash, any",
-    f"{ROWS}=rows.jsonl --reward nowhere.py:f": "with a file that is there: there is no nowhere.py",
-    f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py behind a colon, as in r.py:good (it has good, wrong)",
+    f"{ROWS}=rows.jsonl --reward nowhere.py:f": "write FILE.py:FUNCTION; there is no file nowhere.py",
+    f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py after a colon, as in r.py:FUNCTION",
     f"{ROWS}=rows.jsonl --reward r.py:nothing": "r.py has no function nothing, only good, wrong",
     f"{ROWS}=rows.jsonl --reward r.py:wrong": "needs 'answr', which is no column: there are 'prompt', 'answer'",
 }
@@ -98,4 +98,3 @@ def test_options_of_a_preset_go_with_its_environment(capsys):
     assert said("--config games.py --env_name guess --env_options prompt=bare", capsys) == ""
     found = line.format("prompt=bare", "countdown")[:20]
     assert found not in said("--config games.py --env_name countdown", capsys)
-

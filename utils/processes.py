@@ -64,7 +64,7 @@ class Lane:
     def __init__(self, target: str, setup: object, max_memory: int = MAX_MEMORY):
         self.max_memory = max_memory
         self.socket, theirs = socket.socketpair()
-        self.received = b""  # and not answered so far
+        self.lines = self.socket.makefile("rb")
         with theirs:
             command = [sys.executable, "-c", PROGRAM, str(ROOT), str(theirs.fileno()), target, str(max_memory)]
             # Its own session, since Ctrl-C is for the run, which then closes its lanes.
@@ -84,18 +84,11 @@ class Lane:
         with contextlib.suppress(OSError):
             self.socket.sendall(pickle.dumps(request))
 
-    def answer(self, seconds: float, lag: float = 0.0) -> Any:
-        """Returns the next answer, or Dead if there is none within these seconds; then the process has ended.
-
-        With a `lag` in seconds, several answers are received at once: waking this thread for each costs 0.1 ms.
-        """
+    def answer(self, seconds: float) -> Any:
+        """Returns the next answer, or Dead if there is none within these seconds; then the process has ended."""
         self.socket.settimeout(seconds)
         try:
-            while b"\n" not in self.received:
-                time.sleep(lag)
-                self.received += self.socket.recv(2**16) or b"\n"  # no JSON, at the end
-            line, _, self.received = self.received.partition(b"\n")
-            (answer,) = json.loads(line)
+            (answer,) = json.loads(self.lines.readline())
             return answer
         except TimeoutError:
             self.kill()
@@ -125,6 +118,7 @@ class Lane:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2 * CLOSING)
         self.kill()
+        self.lines.close()
         self.socket.close()
 
     def kill(self) -> None:

@@ -256,11 +256,9 @@ def attach_teacher(
     options = config.distill
     # Groups of equal rewards have advantage 0, and are taught.
     config = replace(config, objective=replace(config.objective, do_group_filter=False))
-    model, policy, tokenizer, notes = learner.model, None, worker.tokenizer, []
+    model, policy, notes = learner.model, None, []
     if options.teacher != SELF:
-        model, policy, tokenizer = load_teacher(config, learner, state)
-        notes = compare_with_policy(options.teacher, tokenizer, model.vocab_size, worker)
-        model, policy = without_padding(model, policy, learner.model.vocab_size, learner.layout)
+        model, policy, notes = load_teacher(config, learner, state, worker)
     elif options.teacher_decay or not (learner.base or options.distill == SAMPLED):
         # All that is trained, for the average. Or the head, which updates change while the states stay.
         names = [name for name in state.params if name != CRITIC] if options.teacher_decay else [head_name(model)]
@@ -279,10 +277,7 @@ def attach_teacher(
         num_bytes = 2 * config.batch_size * bucket(num_columns) * model.hidden_size * jnp.dtype(model.dtype).itemsize
         check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
         if weights := policy or learner.base:
-            head = weights[head_name(model)]
-            copied = copied_head(head, learner.model.vocab_size, learner.layout)
-            as_copied = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding) if copied else None
-            beside[TEACHER] = as_copied(head) if copied else head
+            beside[TEACHER] = whole_head(weights[head_name(model)], learner)
     copies = [second_layout(model, head) for head in beside.values()]
     learner = learner.planned(state, (beside, policy, copies))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
@@ -304,6 +299,13 @@ def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout
     return jax.ShapeDtypeStruct(size, head.dtype, sharding=sharding)
 
 
+def whole_head(head: Array, learner: Learner) -> Array:
+    """Returns the teacher's head as updates read it: see `copied_head`."""
+    if copied := copied_head(head, learner.model.vocab_size, learner.layout):
+        return jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)(head)
+    return head
+
+
 def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
     """Returns the teacher over the policy's ids: ids that the policy lacks are padding, and get no probability."""
     if model.vocab_size == num_ids:
@@ -315,16 +317,20 @@ def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout
     return replace(model, vocab_size=num_ids), policy | rows
 
 
-def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[Decoder, Policy, Tokenizer]:
-    """Loads the teacher's model, in the dtype of matmuls.
+def load_teacher(
+    config: Config, learner: Learner, state: TrainState, worker: RolloutWorker
+) -> tuple[Decoder, Policy, list[str]]:
+    """Loads the teacher's model, in the dtype of matmuls; returns it over the policy's ids, with notes.
 
-    Raises: UserError as `load_model`, and for a teacher that does not fit into the free memory.
+    Raises: UserError as `load_model`, for one that does not fit into the free memory, and as `compare_with_policy`.
     """
     name, layout = resolve_model_dir(config.distill.teacher), learner.layout
     arguments = config.compute.arguments | {"param_dtype": config.compute.dtype or default_dtype()}
     source = open_model(name, layout, **arguments)
     check_room(f"--teacher {name}", source.model, layout, (state, learner.reference or learner.base))
-    return load_model(name, layout, **arguments)
+    model, policy, tokenizer = load_model(name, layout, **arguments)
+    notes = compare_with_policy(config.distill.teacher, tokenizer, model.vocab_size, worker)
+    return *without_padding(model, policy, learner.model.vocab_size, layout), notes
 
 
 def compare_with_policy(name: str, teacher: Tokenizer, num_ids: int, worker: RolloutWorker) -> list[str]:

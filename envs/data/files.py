@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from utils.settings.checks import open_file as open_regular
 from utils.settings.errors import UserError, check_installed
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
@@ -57,9 +56,9 @@ def read_file(path: Path) -> Located:
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read; a gzip file is decompressed."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         is_gzip = file.read(len(GZIP)) == GZIP
-    return gzip.open(path) if is_gzip else open_regular(path)
+    return gzip.open(path) if is_gzip else open(path, "rb")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:

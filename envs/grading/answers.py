@@ -8,10 +8,11 @@ import ast
 import functools
 import importlib.util
 import logging
+import operator
 import re
 import unicodedata
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -254,6 +255,7 @@ def one_spelling(answer: str) -> str:
 
 # arithmetic
 
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
     """Returns the exact value of an expression in + - * / ( ) over non-negative integers, and these integers in order.
@@ -283,14 +285,8 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
             return _value(operand, numbers)
         case ast.UnaryOp(ast.USub(), operand):
             return -_value(operand, numbers)
-        case ast.BinOp(left, ast.Add(), right):
-            return _value(left, numbers) + _value(right, numbers)
-        case ast.BinOp(left, ast.Sub(), right):
-            return _value(left, numbers) - _value(right, numbers)
-        case ast.BinOp(left, ast.Mult(), right):
-            return _value(left, numbers) * _value(right, numbers)
-        case ast.BinOp(left, ast.Div(), right):
-            return _value(left, numbers) / _value(right, numbers)
+        case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_value(left, numbers), _value(right, numbers))
     raise ValueError(f"not arithmetic: {type(node).__name__}")
 
 
@@ -656,11 +652,4 @@ HUGE = re.compile(
 
 def nesting(text: str) -> int:
     """Returns the depth of nested brackets, of any kind."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(depth - 1, 0)
-    return deepest
+    return max(accumulate(text, lambda depth, sign: max(depth + (sign in "([{") - (sign in ")]}"), 0), initial=0))

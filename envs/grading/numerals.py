@@ -89,7 +89,7 @@ KINDS = {
     "filler": "of to by the a an be is are was were equal equals exactly about around approximately roughly only just"
     " her his its their our my your this that these those I",
 }
-KIND_OF = {word: kind for kind, names in KINDS.items() for word in names.split()}
+KIND_OF = {word: kind for kind, names in KINDS.items() for word in names.split()} | dict.fromkeys(SCALE_OF, "scale")
 DIRECTLY_BEHIND = KINDS["behind"].split() + "divided multiplied raised point dot mod modulo power factors".split()
 # Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
 CHANGING = PARTS | {*"squared cubed doubled tripled halved factorial twice thrice half th".split()}
@@ -130,8 +130,6 @@ def word_kind(word: str) -> str:
     if len(parts) > 1:
         kinds = {word_kind(part) for part in parts}
         return "never" if kinds & {"negation", "never", "scale", "part"} else "harmless"
-    if lower in SCALE_OF:
-        return "scale"
     if lower.endswith(("n't", "n’t")):
         return "negation"
     is_variable = len(bare) == 1 and lower not in KIND_OF and (bare.isascii() or "α" <= lower <= "ω")

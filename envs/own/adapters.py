@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.messages import Message
@@ -26,13 +26,7 @@ from envs.tools.calls import CallError, parse_call
 from envs.tools.episode import LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed
 
 STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"
-
-
-class Resettable(Protocol):
-    """An object of another trainer."""
-
-    def reset(self, **arguments: JSON) -> object:
-        """Begins an episode; returns its opening, in one of several forms."""
+Resettable = Any  # an object of another trainer: its `reset` begins an episode, and returns its opening
 
 
 class Played(NamedTuple):

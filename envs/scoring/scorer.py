@@ -39,7 +39,6 @@ from utils.processes import MAX_MEMORY, Dead, Lane
 from utils.settings.errors import UserError
 
 MAX_JOBS = 32  # jobs of a request: with a message for each reply, messages would take longer than quick graders
-LAG = 0.001  # seconds in which outcomes are collected, while the process has other jobs
 MAX_REPLIES = 32_000  # replies after which a process is replaced, since parsers of LaTeX cache without limit
 MAX_LOST = 8  # processes of a lane in a row that end outside of a reply: the machine or the environment is at fault
 MAX_WRITTEN = 100  # failures that are written to a file: enough to find the cause
@@ -185,7 +184,7 @@ class Scorer:
         lane.send([queued.job for queued in jobs])
         begun = answer = lane.answer(BEGINNING)
         while left and not isinstance(answer, Dead):
-            answer = lane.answer(self.settings.timeout * job_size(left[0].job), LAG if len(left) > 8 else 0.0)
+            answer = lane.answer(self.settings.timeout * job_size(left[0].job))
             if not isinstance(answer, Dead):
                 self.num_lost = 0
                 queued = left.popleft()

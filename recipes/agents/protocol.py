@@ -239,7 +239,7 @@ def template_message(sent: Mapping[str, JSON], joint: str) -> Message:
             call.pop("index", None)
         json.dumps(message, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         return message
-    except (UserError, ValueError, RecursionError, TypeError, LookupError) as error:
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
         reason = str(error) if isinstance(error, UserError) else describe_error(error)
         raise BadRequest(f"messages cannot be read: {reason}", "messages") from error
 

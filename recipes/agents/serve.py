@@ -57,6 +57,7 @@ from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+OF_FOLDER = "; -1: of the model's generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class ServeConfig:
     context: int = option(4096, "Most tokens of a conversation", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
     dialect: str = option("qwen", "Form of tool calls; qwen: as the chat template writes them", TURN_DIALECTS)
+    temperature: float = option(-1.0, f"Default temperature of requests{OF_FOLDER}, or 1")
+    top_p: float = option(-1.0, f"Default top_p of requests{OF_FOLDER}, or 1")
+    top_k: int = option(-1, f"Default top_k of requests; 0: all tokens{OF_FOLDER}, or 0")
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -232,6 +236,8 @@ def main(config: ServeCommand) -> None:
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
+    given = {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(serve, name)) >= 0}
+    distribution = distribution_with(distribution, given, model.vocab_size)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
     with endpoint.server:
         env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)

@@ -1,6 +1,6 @@
 """An environment of verifiers in its published form, and the function by which it is played against the policy.
 
-    pip install verifiers
+    pip install "verifiers<0.4"    # 0.4 has another form of environments
     python recipes/agents/verifiers_guess.py runs/verifiers    # writes the rows: numbers of its examples
     python core/grpo.py --config recipes/agents/preset.py --agent recipes/agents/verifiers_guess.py:play \\
         --env_options path=runs/verifiers/train.jsonl,test_path=runs/verifiers/test.jsonl

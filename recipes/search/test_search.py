@@ -47,51 +47,37 @@ def test_scores_are_those_of_the_formula(k1, b):
         np.testing.assert_allclose(best, sorted(filter(None, expected), reverse=True)[:5], rtol=1e-12)
 
 
-def test_equal_passages_are_in_order():
+def test_results_have_titles_and_numbers_and_equal_ones_are_in_order():
+    index = Index([Passage("Bela", "A town."), Passage("", "The town of Élan."), Passage("x", "y")], 2)
+    assert index.search("TOWN élan") == "1. The town of Élan.\n2. Bela: A town."
+    assert index.search("bela?") == "1. Bela: A town."
     passages = [Passage("", text) for text in ("b", "a a", "a a", "c", "a a", "a")]
     assert Index(passages, 3).best("a") == [1, 2, 4]
 
 
-def test_results_have_titles_and_numbers():
-    index = Index([Passage("Bela", "A town."), Passage("", "The town of Élan."), Passage("x", "y")], 2)
-    assert index.search("TOWN élan") == "1. The town of Élan.\n2. Bela: A town."
-    assert index.search("bela?") == "1. Bela: A town."
+HOSTILE = ["", " \n", "?", "\0", "\ud800", "zzz" * 30_000, "x\u0301" * 50_000, "\U0001f600" * 10, "(" * 10**5]
 
 
-@pytest.mark.parametrize(
-    "query", ["", " \n", "?", "\0", "\ud800", "zzz" * 30_000, "x\u0301" * 50_000, "\U0001f600" * 10, "(" * 10**5]
-)
-def test_hostile_queries_find_nothing_at_once(query):
-    index = make_env("search").index
-    start = time.process_time()
-    assert index.search(query) == "no passage has any of these words"
-    assert time.process_time() - start < 0.1
-
-
-def test_long_queries_are_cut():
+@pytest.mark.parametrize("query", [*HOSTILE, "q" * 1000 + " {word}"])
+def test_hostile_and_long_queries_find_nothing_at_once(query):
     index = make_env("search").index
     word = index.passages[0].title.split()[0]
     start = time.process_time()
+    assert index.search(query.replace("{word}", word)) == "no passage has any of these words"
     assert word in index.search(f"{word} " * 20_000)
-    assert index.search("q" * 1000 + f" {word}") == "no passage has any of these words"
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 0.2
 
 
-@pytest.mark.parametrize(
-    ("answer", "references", "is_match"),
-    [
-        ("The  Eiffel-Tower.", ["eiffeltower"], True),
-        ("a cat and the dog", ["Cat, and dog!"], True),
-        ("Theatre", ["atre"], False),
-        ("1889", ["1888", "1889"], True),
-        ("", [""], False),
-        ("the", ["a"], False),
-        ("in 1889", ["1889"], False),
-        ("x" * 10**6, ["x" * 10**6], False),
-    ],
-)
-def test_answers_match_as_in_squad(answer, references, is_match):
-    assert is_exact_match(answer, references) == is_match
+MATCHES = [
+    ("The  Eiffel-Tower.", ["eiffeltower"], True), ("a cat and the dog", ["Cat, and dog!"], True),
+    ("Theatre", ["atre"], False), ("1889", ["1888", "1889"], True), ("", [""], False), ("the", ["a"], False),
+    ("in 1889", ["1889"], False), ("x" * 10**6, ["x" * 10**6], False),
+]  # fmt: skip
+
+
+def test_answers_match_as_in_squad():
+    for answer, references, is_match in MATCHES:
+        assert is_exact_match(answer, references) == is_match, answer[:20]
 
 
 # episodes

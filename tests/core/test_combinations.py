@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -31,9 +31,8 @@ from core.terms.lengths import with_length_reward
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
 from envs.tools.episode import ToolEpisode, ToolSettings
-from models.checkpoint import load_policy
-from models.lora import LoraConfig, make_policy
-from tests.helpers import reading_script, slow, write_one_layer
+from models.checkpoint import load_model
+from tests.helpers import reading_script, write_one_layer
 from tests.playing import HereScorer
 from utils.devices.sharding import single_device
 from utils.metrics.health import HealthChecks
@@ -141,20 +140,12 @@ def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
     return tokens + filler * 2 * LIMIT
 
 
-POLICIES = {
-    "full": LoraConfig(),
-    "LoRA": LoraConfig(lora_rank=2),
-    "int8": LoraConfig(lora_rank=2, base_dtype="int8"),
-}
-
-
-@cache
-def play(kind: str, policy: str = "full") -> Episodes:
+def play(kind: str) -> Episodes:
     """Plays all rows by the real worker, whose policy draws what is written."""
     layout = single_device()
     with TemporaryDirectory() as folder:
         path = write_one_layer(Path(folder))
-        model, base, params, tokenizer = load_policy(path, POLICIES[policy], 0, layout, "float32")
+        model, params, tokenizer = load_model(path, layout, "float32")
     scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
     env = MadeUp(kind)
     make_replies = Replies if kind == "single" else Conversations
@@ -171,7 +162,7 @@ def play(kind: str, policy: str = "full") -> Episodes:
             layout=layout,
             make_replies=make_replies,
         )
-        weights = worker.load_weights(make_policy(base, params))
+        weights = worker.load_weights(params)
         return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))
 
 
@@ -350,17 +341,3 @@ def assert_advantages(batch: Batch, table: Expected) -> None:
         np.testing.assert_allclose(found[mask], np.array(table.advantages[row])[turns], atol=2e-6)
         assert turns[-1] == len(table.rewards[row]) - 1
         assert not found[~mask].any()
-
-
-@pytest.mark.parametrize("policy", ["LoRA", *slow("int8")])
-def test_it_is_the_same_for_adapters_and_over_a_rounded_base(policy):
-    """All that the table reads is in the episodes: no filter, reward or metric of it sees a policy."""
-    for kind in ("tools", "single"):
-        found = play(kind, policy)
-        full = play(kind)
-        assert found.stops == full.stops
-        assert found.turn_rewards == full.turn_rewards
-        for name in ("tokens", "mask", "lengths", "prompt_lengths", "finished", "num_observed"):
-            np.testing.assert_array_equal(getattr(found.completions, name), getattr(full.completions, name))
-        np.testing.assert_array_equal(found.scores["return"], full.scores["return"])
-        np.testing.assert_array_equal(found.failed, full.failed)

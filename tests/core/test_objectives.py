@@ -227,21 +227,12 @@ def test_value_and_gradient_under_flags(flags):
 @pytest.mark.parametrize("objective", [name for name in CHOICES["objective"] if name != "dppo"])
 def test_importance_correction(objective, correction, level):
     """It weighs the policy loss, not the KL."""
-    flags = {
-        "importance_correction": correction,
-        "importance_level": level,
-        "importance_cap": 1.5,
-        "kl_coef": 0.1,
-    }
+    flags = {"importance_correction": correction, "importance_level": level, "importance_cap": 1.5, "kl_coef": 0.1}
     cases = [credited(objective_of(advantage=name), seed=3) for name in TWO]
     check_loss(objective_of(objective=objective, **flags), cases, seed=3)
 
 
-ICEPOP = {
-    "importance_correction": "mask",
-    "importance_floor": 0.5,
-    "importance_cap": 5.0,
-}
+ICEPOP = {"importance_correction": "mask", "importance_floor": 0.5, "importance_cap": 5.0}
 MASKED = [  # probabilities of two tokens of a completion: sampled, old, new; advantage; the tokens that are left out
     ({"do_mask_inference_ratio": True}, [0.4, 0.1], [0.1, 0.4], [0.1, 0.4], 1.0, [True, False]),
     ({"do_mask_importance_ratio": True}, [0.1, 0.2], [0.1, 0.2], [0.3, 0.1], 1.0, [True, False]),
@@ -297,12 +288,8 @@ def test_the_gradient_of_a_step(most_rows, normalization, do_group_filter, do_tr
     filters = {"do_group_filter": do_group_filter, "do_truncation_filter": do_truncation_filter}
     config = make_config(Config, **SIX_GROUPS, **filters, loss_normalization=normalization)
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
-    batch = replace(
-        random_batch(8, rewards, most_rows=most_rows),
-        old_logprobs=None,
-        values=None,
-        ref_logprobs=None,
-    )
+    batch = random_batch(8, rewards, most_rows=most_rows)
+    batch = replace(batch, old_logprobs=None, values=None, ref_logprobs=None)
     batch.tokens[:] = np.arange(len(batch))[:, None]  # which say the row that they are from
     found, expected = np.zeros((2, *batch.mask.shape))
     sizes = []
@@ -374,22 +361,12 @@ def test_advantages(most_rows, advantage, flags):
 
 @pytest.mark.parametrize(
     ("gamma", "gae_lambda"),
-    [
-        (1.0, 0.95),
-        (1.0, 1.0),
-        (0.9, 0.8),
-        (0.7, 0.0),
-    ],
+    [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)],
 )
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalized_advantages(gamma, gae_lambda, kl):
     """Of single replies, and of episodes that are rewarded on the way."""
-    config = objective_of(
-        advantage="gae",
-        gamma=gamma,
-        gae_lambda=gae_lambda,
-        **KL[kl],
-    )
+    config = objective_of(advantage="gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl])
     batch = random_batch(5)
     rng = np.random.default_rng(5)
     rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
@@ -440,28 +417,6 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
         assert found.rollout.tolist() == rows.tolist()
         assert not found.advantages[rows < G].any(), f"exactly 0 for {name}"
         assert_close(found.advantages, expected[rows], B * T, SURPRISE, err_msg=name)
-
-
-@pytest.mark.parametrize("objective", CHOICES["objective"])
-def test_a_group_without_signal_has_no_gradient(objective):
-    config = objective_of(objective=objective, do_group_filter=False)
-    for advantage in CHOICES["advantage"]:
-        if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
-            batch, _ = credited(objective_of(advantage=advantage, do_group_filter=False), seed=1)
-            new, entropy = new_logprobs(batch, config, seed=1)
-            grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config.policy), config)
-            assert not grad[G : 2 * G].any()
-            assert grad[:G].any()
-            assert grad[2 * G :].any()
-
-
-@pytest.mark.parametrize("do_group_filter", [True, False])
-def test_best_k_imitates_equal_groups_without_the_filter(do_group_filter):
-    batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
-    found = compute_advantages(batch, objective_of(advantage="best_k", do_group_filter=do_group_filter))
-    best = [5, 7] if do_group_filter else [0, 1, 5, 7]
-    assert found.rollout.tolist() == best
-    assert (found.advantages == batch.mask[best]).all()
 
 
 @pytest.mark.parametrize(
@@ -690,11 +645,7 @@ def test_metrics(objective, kl):
 
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
-    losses = {
-        "loss_normalization": normalization,
-        "kl_coef": 0.1,
-        "entropy_coef": 0.1,
-    }
+    losses = {"loss_normalization": normalization, "kl_coef": 0.1, "entropy_coef": 0.1}
     config = objective_of(objective=objective, advantage="gae", **losses)
     batch = set_loss_denominators(credited(objective_of(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config.policy)
     batch = replace(batch, returns=gae(batch, flat(config)))
@@ -730,11 +681,9 @@ def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]
         ({"clip_epsilon": -0.1}, "--clip_epsilon"),
         ({"clip_epsilon_high": -0.5}, "--clip_epsilon_high"),
         ({"dual_clip": 1.0}, "--dual_clip"),
-        ({"dual_clip": -2.0}, "--dual_clip"),
         ({"importance_cap": 0.0}, "--importance_cap"),
         ({"importance_floor": -0.1, "importance_correction": "mask"}, "must be from 0 to --importance_cap"),
         ({"importance_floor": 2.1, "importance_correction": "mask"}, "must be from 0 to --importance_cap"),
-        ({"importance_floor": 0.5, "importance_correction": "truncate"}, "--importance_floor has no effect"),
         ({"importance_floor": 0.5}, "--importance_floor has no effect"),
         ({"off_policy_mask": -0.1}, "--off_policy_mask"),
         ({"gamma": 1.1}, "--gamma"),
@@ -852,16 +801,7 @@ def test_groups_of_equal_sums_are_kept_where_turns_differ():
 def test_turns_are_compared_by_their_rewards_to_go(advantage):
     """Against loops over groups and turns in float64; one grader failed, one row is dropped and stays in its group."""
     rng = np.random.default_rng(0)
-    lengths = [
-        [2, 1],
-        [1, 3, 2],
-        [4],
-        [1, 1, 1],
-        [2, 2],
-        [3, 1, 2],
-        [2],
-        [1, 2],
-    ]  # tokens of turns, two groups of 4
+    lengths = [[2, 1], [1, 3, 2], [4], [1, 1, 1], [2, 2], [3, 1, 2], [2], [1, 2]]  # tokens of turns, two groups of 4
     rewards = [[float(x) for x in rng.integers(0, 3, len(turns))] for turns in lengths]
     rewards[5] = [np.nan] * 3
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)
@@ -883,26 +823,8 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
 
 
 def test_single_replies_have_one_turn():
-    rng = np.random.default_rng(1)
-    mask = np.arange(12) % 12 >= rng.integers(2, 5, 8)[:, None]
-    zeros = np.zeros((8, 12), np.float32)
-    rewards = np.float32(rng.normal(size=8))
-    by_token = np.where(np.arange(12) == 11, rewards[:, None], np.float32(0))
-    batch = Batch(
-        tokens=zeros,
-        mask=mask,
-        sample_logprobs=zeros,
-        rewards=rewards,
-        lengths=np.full(8, 12),
-        prompt_lengths=np.full(8, 2),
-        finished=np.ones(8, bool),
-        rollout=np.arange(8),
-        token_rewards=by_token,
-        group_size=4,
-    )
-    for kind in ("mean", "zscore"):  # also without rewards by token, and with forced tokens among the others
-        for case in (batch, random_batch(1)):
-            configs = [objective_of(advantage=f"{level}_{kind}") for level in ("turn", "group")]
-            found = [compute_advantages(case, config).advantages for config in configs]
-            assert found[0].any()
-            np.testing.assert_array_equal(*found)
+    for kind in ("mean", "zscore"):
+        configs = [objective_of(advantage=f"{level}_{kind}") for level in ("turn", "group")]
+        found = [compute_advantages(random_batch(1), config).advantages for config in configs]
+        assert found[0].any()
+        np.testing.assert_array_equal(*found)

@@ -37,7 +37,7 @@ from models.conversations import describe_prompts, encode_conversation, encode_r
 from models.lora import make_policy
 from models.names import Params
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import ROOT, read_jsonl, rounding, slow, train_here, write_jsonl
+from tests.helpers import ROOT, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, difference, records
 from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
@@ -134,9 +134,6 @@ def test_a_template_that_cannot_be_split_is_refused(tiny, template):
     hf = load_tokenizer(TINY).hf
     hf.chat_template = template
     for messages, words in zip((THREE_TURNS, [ASK, SUM]), TEMPLATES[template], strict=True):
-        if not words:
-            encode_rows(replace(tiny, hf=hf), "rows", [messages], "all", 99, "error")
-            continue
         with pytest.raises(UserError, match=words):
             encode_rows(replace(tiny, hf=hf), "rows", [messages], "all", 99, "error")
 
@@ -184,12 +181,7 @@ CONVERSATIONS = [
     [ASK, SWAPPED, ASK, SUM],
     [ASK, SUM, ASK, SWAPPED, ASK, SUM],
 ]
-SMALL = {
-    "data": "-",
-    "batch_size": 3,
-    "tokens_per_microbatch": 192,
-    "remat": "none",
-}
+SMALL = {"data": "-", "batch_size": 3, "tokens_per_microbatch": 192, "remat": "none"}
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -301,14 +293,7 @@ def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
 
 
 def test_sft_and_dataset_hold_out_the_same_rows(tmp_path):
-    rows = [
-        {
-            "prompt": f"Say {i}.",
-            "completion": str(i),
-            "answer": str(i),
-        }
-        for i in range(60)
-    ]
+    rows = [{"prompt": f"Say {i}.", "completion": str(i), "answer": str(i)} for i in range(60)]
     more = [{**row, "completion": f"another {k}"} for i, row in enumerate(rows) for k in range(i % 5)]
     file = write_jsonl(tmp_path / "rows.jsonl", [*rows, *more])
     data, tests = read_written(DataConfig(str(file)))
@@ -427,19 +412,8 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
 @pytest.mark.parametrize("flags", [{}, *slow({"lora_rank": 2})], ids=["full", "lora"])
 def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
     assert run(tmp_path / "sft", data=data, **flags, max_steps=1, test_fraction=0.0) == 0
-    rl = {
-        "groups_per_batch": 1,
-        "group_size": 2,
-        "ppo_minibatch": 2,
-        "max_steps": 1,
-        "max_resampling": 1,
-    }
-    rl |= {
-        "model_dir": tmp_path / "sft",
-        "env_name": "poem",
-        "num_generation_tokens": 8,
-        "num_score_workers": 1,
-    }
+    rl = {"groups_per_batch": 1, "group_size": 2, "ppo_minibatch": 2, "max_steps": 1, "max_resampling": 1}
+    rl |= {"model_dir": tmp_path / "sft", "env_name": "poem", "num_generation_tokens": 8, "num_score_workers": 1}
     implied = settings_of_model({"model_dir": str(tmp_path / "sft")})  # of core/grpo.py: adapters are trained on
     assert implied.get("lora_rank", 0) == flags.get("lora_rank", 0)
     assert train_here(tmp_path / "rl", **rl | implied, do_group_filter=0) == 0
@@ -447,20 +421,14 @@ def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
     assert found == str(tmp_path / "sft/step1")
 
 
-def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
-    own = write_jsonl(tmp_path / "own.jsonl", read_jsonl(data))
-    assert run(tmp_path / "run", data=own, max_steps=1) == 0
-    write_jsonl(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
-    assert run(tmp_path / "run", data=own, max_steps=2) == 2
-    assert "holds a run with other data, own is" in capsys.readouterr().err
-
-
-def test_other_held_out_rows_do_not_resume_a_run(data, tmp_path, capsys):
-    tests = write_jsonl(tmp_path / "tests.jsonl", [{"prompt": f"{i}, ", "completion": f"{i + 1}"} for i in range(5)])
-    assert run(tmp_path / "run", data=data, test_data=tests, max_steps=1) == 0
-    write_jsonl(tests, [{"prompt": f"{i}, ", "completion": "no"} for i in range(5)])
-    assert run(tmp_path / "run", data=data, test_data=tests, max_steps=2) == 2
-    assert "other data, held-out data is 5 conversations" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "words"), [("data", "own is"), ("test_data", "held-out data is 5 conversations")])
+def test_other_rows_do_not_resume_a_run(name, words, data, tmp_path, capsys):
+    rows = [{"prompt": f"{i}, ", "completion": f"{i + 1}"} for i in range(5)]
+    files = {"data": data} | {name: write_jsonl(tmp_path / "own.jsonl", rows)}
+    assert run(tmp_path / "run", **files, max_steps=1) == 0
+    write_jsonl(files[name], [row | {"completion": "no"} for row in rows])
+    assert run(tmp_path / "run", **files, max_steps=2) == 2
+    assert f"other data, {words}" in capsys.readouterr().err
 
 
 def test_the_verdict_of_a_loss_is_that_lower_is_better():
@@ -469,16 +437,13 @@ def test_the_verdict_of_a_loss_is_that_lower_is_better():
         values = {"test_data/loss": losses, "test_data/loss_ci": [0.1] * len(losses)}
         return judge({name: (steps, np.array(x, float)) for name, x in values.items()})
 
-    better = text(2, 1.5, 1)
-    lost = text(2, 1, 1.9)
-    worse = text(1, 1.5, 2)
-    assert better["kind"] == "better"
-    assert "Learned: the loss of held-out replies went from 2 at" in better["text"]
-    assert lost["kind"] == "worse"
-    assert "lost again: " in lost["text"]
-    assert "best score was 1 at step 10" in lost["text"]
-    assert worse["kind"] == "worse"
-    assert "Worse than before" in worse["text"]
+    for losses, kind, words in (
+        ((2, 1.5, 1), "better", "Learned: the loss of held-out replies went from 2 at"),
+        ((2, 1, 1.9), "worse", "best score was 1 at step 10"),
+        ((1, 1.5, 2), "worse", "Worse than before"),
+    ):
+        verdict = text(*losses)
+        assert (verdict["kind"], words in verdict["text"]) == (kind, True), verdict
 
 
 def runs_on_a_mesh(folder: str, data: str) -> None:
@@ -504,13 +469,7 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     script = "set -e\n" + block.replace("python ", f"{sys.executable} ")
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     verdict = r"^Learned: held-out correct answers went from ([\d.]+)% .* to ([\d.]+)%"
     verdicts = re.findall(verdict, done.stdout, re.MULTILINE)

@@ -4,15 +4,27 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from envs.grading.answers import FORMS, extract_boxed, final_answer, is_tame, nesting, parse_math, same_math
+from envs.grading.answers import (
+    FORMS,
+    extract_boxed,
+    final_answer,
+    is_tame,
+    nesting,
+    parse_arithmetic,
+    parse_math,
+    same_math,
+)
 from envs.grading.numerals import parse_number, same_number
 from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
+from envs.scoring.scorer import Scorer
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "data"
 GRADERS = Path(__file__).parents[3] / "shared" / "data" / "graders"
 needs_labels = pytest.mark.skipif(not GRADERS.is_dir(), reason="needs the shared grader files beside the repository")
 
@@ -217,12 +229,82 @@ def test_guards_leave_what_people_write():
     assert nesting(")))(") == 1
 
 
-def test_random_text():
-    """A taste of tests/fuzz_graders.py, which takes a hundred thousand."""
-    from tests.fuzz_graders import completions, grade
+PIECES = [*"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\x00", "\ud800", "\u202e", "١", "½", "×", "−", "🙂",
+          "#### ", "Answer: ", "\\lim_{x\\to 0}"]  # fmt: skip
+PIECES += r"""
+<answer> </answer> <think> </think> \boxed{ } <|im_end|> \frac{ }{ \sqrt{ \sqrt[3]{ \left( \right)
+\text{ \pi \infty \cdot \times \binom{ \sum_{k=1}^{ \int_0^{ \begin{pmatrix} \end{pmatrix} \\ & \cup
+\in \le \mod \log_{ \sin \pm \% ! ** 9**9**9 10^{ 1e9 99999 x y i and or dollars percent
+__import__('os') lambda:0 1,000 3/4 0.5
+""".split()
+AROUND = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "<think>{}</think><answer>1</answer>")
 
+
+def completions(rng: random.Random, number: int) -> Iterator[str]:
+    """Random strings of pieces that graders know, most of them where an answer is looked for."""
+    for _ in range(number):
+        pieces = "".join(rng.choices(PIECES, k=rng.choice((1, 2, 5, 10, 20, 40, 100))))
+        body = pieces if rng.random() < 0.6 else formula(rng, rng.choice((1, 2, 3, 4, 6)))
+        if rng.random() < 0.05:
+            body *= rng.choice((10, 100, 1000))
+        yield rng.choice(AROUND).format(body)
+
+
+def formula(rng: random.Random, depth: int) -> str:
+    """Well-formed LaTeX that is not meant to be computed: towers of large numbers, powers of sums, endless products."""
+    if depth == 0:
+        numbers = ("1", "9", "20", "150", "500", "99999", "1000000007", "0.5", "-3")
+        return rng.choice((*numbers, "x", "y", "n", r"\pi", "e", "i", r"\infty"))
+    a = formula(rng, depth - 1)
+    b = formula(rng, rng.randrange(depth))
+    return rng.choice((*arithmetic(a, b), *functions(a, b)))
+
+
+def arithmetic(a: str, b: str) -> tuple[str, ...]:
+    return (
+        f"{a}+{b}", f"{a}-{b}", f"({a})({b})", f"({a})!", f"{a}^{{{b}}}", f"({a})^{{{b}}}", f"{a}**{b}",
+        f"{a}={b}", f"{a}<{b}", f"({a},{b})", f"[{a},{b}]", rf"\{{{a},{b}\}}", rf"{a} \pm {b}", rf"{a} \mod {b}",
+        rf"{a} \cup {b}", rf"|{a}|", rf"\frac{{{a}}}{{{b}}}", rf"\sqrt{{{a}}}", rf"\sqrt[3]{{{a}}}",
+        rf"(\sqrt2+\sqrt3+{a})^{{{b}}}", rf"(x+{a})^{{{b}}}",
+        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}",
+    )  # fmt: skip
+
+
+def functions(a: str, b: str) -> tuple[str, ...]:
+    return (
+        rf"\sin({a})", rf"\tan {a}", rf"\arctan({a})", rf"\log({a})", rf"\log_{{{b}}}({a})",
+        rf"\binom{{{a}}}{{{b}}}", rf"\gcd({a},{b})", rf"\max({a},{b})", rf"\lfloor {a} \rfloor",
+        rf"\lceil {a} \rceil", rf"\sum_{{k=1}}^{{{b}}} {a}", rf"\prod_{{k=1}}^{{{b}}} {a}",
+        rf"\lim_{{x \to {b}}} {a}", rf"\int_0^{{{b}}} {a} dx", rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
+        rf"\frac{{d}}{{dx}} {a}", rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}",
+    )  # fmt: skip
+
+
+def grade(text: str) -> None:
+    """Every grader on one text, in this process."""
+    for form in FORMS:
+        answer = final_answer(text, form)
+        same_number("5", answer or "")
+        same_math(r"\frac{x}{2}", answer or "")
+    parse_arithmetic(text)
+    think_answer(text), quarter_per_tag(text)
+
+
+def test_random_text():
     for text in completions(random.Random(0), 100):
         grade(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500"])
+def test_thousands_of_random_texts_are_graded_in_processes(name):
+    options = {} if name == "countdown" else {"data_dir": str(FIXTURES)}
+    texts = [*completions(random.Random(1), 5000)]
+    with Scorer(name, options, num_workers=2) as scorer:
+        scores, counts = scorer.score_replies([0] * len(texts), texts)
+    print(name, counts)
+    assert sum(score is None for score in scores) == counts["reward_timeouts"] < 10
+    assert counts["reward_errors"] == 0
 
 
 def test_boxes_that_never_close_hide_no_answer():

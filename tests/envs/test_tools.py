@@ -606,12 +606,6 @@ def test_a_reset_that_fails_is_the_users_mistake(rows):
             scorer.check_reward([(0, Turns(0, (), True)), (1, Turns(0, (), True))])
 
 
-def test_a_tool_without_types_is_the_users_mistake(rows):
-    problem = dataset(rows, "Untyped").problem(0)
-    with pytest.raises(UserError, match="the tool guess cannot be announced"):
-        tokenizer_of(TINY).chat(problem.messages, tools=problem.tools)
-
-
 PREVIEWS = [  # class or environment, a call made from the schema and its answer, or a reply and its score
     ("Counter", ['{"name": "add", "arguments": {"amount": 1}}', "reward 0, tool_calls 1, tool_errors 0: '1'"]),
     ("Counter", ['{"name": "take", "arguments": {"amount": 1}}', "tool_errors 1: \"{'error': 'there are only 0'}"]),
@@ -724,20 +718,6 @@ def play(
             observed.append(list(conversations.observe({0}, is_blocking=True)[0].tokens))
         (rewards,), _ = conversations.finish()
     return observed, rewards
-
-
-def test_results_stand_between_signs_behind_inline_calls():
-    tokenizer = with_signs()
-    problem = make_env("calculator", dialect="python").problem(0)
-    turns = [
-        tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>"),
-        tokenizer.encode(f"{problem.answer}<|im_end|>"),
-    ]
-    (first, last), rewards = play("calculator", {"dialect": "python"}, tokenizer, *turns)
-    ids = tokenizer.added_ids
-    assert first == [ids["<|output_start|>"], *tokenizer.encode("14"), ids["<|output_end|>"]]
-    assert last == []
-    assert rewards == {"return": 1.0, "correct_answer": 1.0, "turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
 
 
 @pytest.mark.parametrize("has_signs", [False, True])

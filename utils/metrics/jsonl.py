@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.settings.checks import open_file
 from utils.settings.errors import UserError
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
@@ -29,7 +28,7 @@ def finite(number: str) -> float | None:
 
 def read_json(path: str | Path) -> dict[str, JSON]:
     """Returns the object in a file. Raises: UserError naming the file and what is wrong in it; OSError."""
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         text = file.read()
     try:
         return dict(parse_json(text))
@@ -41,10 +40,10 @@ def read_lines(path: str | Path, key: str = "") -> Iterator[tuple[bytes, dict[st
     """Yields each line of a file with one object a line: as it is written (with its end), and the object.
 
     Lines that are no object with `key` are skipped with a warning; silently, the half line that a kill leaves at the
-    end. Raises: OSError, and UserError for what is not a file.
+    end. Raises: OSError.
     """
     damaged: list[int] = []
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 value = parse_json(line)

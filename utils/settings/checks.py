@@ -1,10 +1,8 @@
-"""Checks of what comes from outside: numbers, passwords, kinds of files, YAML. envs/ and all others read by these."""
+"""Checks of what comes from outside: numbers, passwords, text, YAML."""
 
-import os
 import re
-import stat
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from utils.settings.errors import UserError
 
@@ -12,7 +10,6 @@ HIDDEN = "***"  # stands for a password
 KEYS = "password|passwd|pwd|token|secret|api_?key|access_?key|signature"
 PASSWORD = re.compile(rf"(://[^\s:/?#@]*:)(?!\d+/)[^\s,]+(?=@)|([?&][\w-]*(?:{KEYS})=)[^\s&,]+", re.IGNORECASE)
 T = TypeVar("T")
-KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 def check_number(name: str, value: float) -> None:
@@ -26,16 +23,6 @@ def check_number(name: str, value: float) -> None:
         raise UserError(f"{name} is an integer of more than 32 bits: give one between -{2**31 - 1:,} and {2**31 - 1:,}")
     if type(value) is float and size and not 2.0**-126 <= size < 2.0**128:
         raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
-
-
-def open_file(path: str | Path) -> BinaryIO:
-    """Opens a file to read. Raises: UserError for a pipe or a device, which might never end; OSError."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # which waits for no writer of a pipe
-    kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
-    if kind == stat.S_IFREG:
-        return file
-    file.close()
-    raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
 
 
 def hide_passwords(value: T) -> T:
@@ -52,8 +39,7 @@ def check_password(name: str, value: object) -> None:
 def read_text(path: Path) -> str:
     """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
     try:
-        with open_file(path) as file:
-            return file.read().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
 

@@ -23,7 +23,7 @@ class ModelConfig:
 class TrainConfig(ModelConfig):
     """Length of training."""
 
-    max_steps: int = option(10000, "Limit on steps; each trains on a batch; 0, without RL: no limit", essential=True)
+    max_steps: int = option(10000, "Limit on steps, a batch each; 0: no limit (SFT, DPO only)", essential=True)
     num_epochs: int = option(
         0, "Limit on passes over the problems or rows, if reached before --max_steps; 0: no limit"
     )

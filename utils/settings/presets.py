@@ -64,14 +64,10 @@ def find_file(path: str) -> Path:
 def run_file(file: Path, path: str) -> Preset:
     """Returns the result of a Python file's get_config()."""
     try:
-        names = runpy.run_path(str(file))
-        if "get_config" not in names:
-            raise UserError(f"{path} defines no get_config(): add one that returns the options")
-        if not callable(names["get_config"]):
-            kind = type(names["get_config"]).__name__
-            function = "def get_config(): return {...}"
-            raise UserError(f"{path}: get_config is of type {kind}, no function: write {function}")
-        return to_mapping(names["get_config"](), path)
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if not callable(get_config):
+            raise UserError(f"{path} defines no get_config(): write def get_config(): return {{...}}, with options")
+        return to_mapping(get_config(), path)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -47,13 +47,7 @@ from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import UserError
 
 FIXTURES = ROOT / "tests" / "fixtures"
-OTHER = replace(
-    MODEL,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=1,
-    tie_word_embeddings=True,
-)
+OTHER = replace(MODEL, hidden_size=24, intermediate_size=40, num_hidden_layers=1, tie_word_embeddings=True)
 CONFIG = make_config(
     Config,
     teacher="another",
@@ -67,13 +61,7 @@ CONFIG = make_config(
     do_group_filter=False,
 )
 scores_of = jax.jit(decoder.token_outputs, static_argnums=0)
-KINDS = {
-    "forward": 0.0,
-    "reverse": 1.0,
-    "jsd 0.1": 0.1,
-    "jsd 0.5": 0.5,
-    "jsd 0.9": 0.9,
-}
+KINDS = {"forward": 0.0, "reverse": 1.0, "jsd 0.1": 0.1, "jsd 0.5": 0.5, "jsd 0.9": 0.9}
 
 
 # Formulas
@@ -245,11 +233,7 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     _, batch = learner.add_logprobs(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
     gain = np.where(batch.mask, 0.5 * (batch.extras[TEACHER_LOGPROBS] - batch.sample_logprobs), 0)
     for name in ("none", "group_zscore", "group_mean", "batch_zscore", "reinforce++_baseline"):
-        for other in (
-            {},
-            {"do_global_normalization": True},
-            {"negative_advantage_multiplier": 0.0},
-        ):
+        for other in ({}, {"do_global_normalization": True}, {"negative_advantage_multiplier": 0.0}):
             objective = with_options(CONFIG.objective, advantage=name, **other)
             learner.update(state, compute_advantages(batch, objective), 0.0)
             np.testing.assert_array_equal(found[-1].advantages, np.float32(gain))
@@ -316,13 +300,7 @@ RUN = FLAGS | {
     "do_group_filter": 1,
     "prompt_length": 64,
 }
-AVERAGE = {
-    "teacher": "self",
-    "teacher_decay": 0.5,
-    "teacher_prefix": "ab",
-    "advantage": "none",
-    "group_size": 1,
-}
+AVERAGE = {"teacher": "self", "teacher_decay": 0.5, "teacher_prefix": "ab", "advantage": "none", "group_size": 1}
 
 
 @pytest.mark.parametrize("flags", [{"lora_rank": 2}, *slow({}, {"ahead": 1}, {"teacher_decay": 0.0})], ids=str)
@@ -443,11 +421,7 @@ def test_teacher_reads_what_the_template_renders(template, text):
     problem = Problem([SUM], thinking=True)
     prefix = make_prefix(text, tokenizer, worker_of(problem))
     messages = [{"role": "system", "content": text}, SUM]
-    settings = {
-        "add_generation_prompt": True,
-        "enable_thinking": True,
-        "tokenize": False,
-    }
+    settings = {"add_generation_prompt": True, "enable_thinking": True, "tokenize": False}
     rendered = tokenizer.hf.apply_chat_template(messages, **settings)
     ids = prefix.prompt(problem, text)
     assert ids == tokenizer.hf.encode(rendered, add_special_tokens=False)
@@ -505,25 +479,9 @@ def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatc
     monkeypatch.setattr(Prefix, "of_rows", of_rows)
     monkeypatch.setattr(teachers, "SUCCESS", 0.1)  # what a wrong answer in the right form earns
     options = "numbers=3,min_number=1,max_number=15,max_target=30,prompt=bare,prefix=<think>"
-    flags = {
-        "env_name": "countdown",
-        "env_options": options,
-        "num_generation_tokens": 112,
-        "force_answer_at": 88,
-    }
-    flags |= {
-        "model_dir": "models/tiny",
-        "teacher": "self",
-        "teacher_prefix": SIBLING,
-        "groups_per_batch": 4,
-    }
-    flags |= {
-        "group_size": 8,
-        "max_steps": 1,
-        "advantage": "none",
-        "max_resampling": 1,
-        "prompt_length": 200,
-    }
+    flags = {"env_name": "countdown", "env_options": options, "num_generation_tokens": 112, "force_answer_at": 88}
+    flags |= {"model_dir": "models/tiny", "teacher": "self", "teacher_prefix": SIBLING, "groups_per_batch": 4}
+    flags |= {"group_size": 8, "max_steps": 1, "advantage": "none", "max_resampling": 1, "prompt_length": 200}
     assert train_here(tmp_path / "run", **RUN | flags) == 0
     ((prefix, batch, episodes, prompts),) = seen
     siblings = successful_siblings(batch.rewards, 8)
