@@ -6,8 +6,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -19,13 +17,13 @@ from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from extras import population
 from extras.members import SharedSampler, join_members, with_members
-from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
 from models.names import LORA_B
 from models.pages import Paging
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments
+from tests.references import decode_one, fill_pages
 from utils.devices.sharding import single_device
 from utils.evaluation.estimates import mean_over_runs
 from utils.settings.config import parse
@@ -52,18 +50,15 @@ def test_joined_adapters_equal_those_of_each_member(name: str):
     model, weights = load_members(name)
     rows = np.array([0, 2, 1, 2])
     rng = np.random.default_rng(0)
-    tokens = rng.integers(5, 100, (4, 9))
-    starts = np.array([0, 3, 1, 0])
+    prompts = [rng.integers(5, 100, length) for length in (9, 6, 8, 9)]
 
-    @jax.jit
-    def logits(weights, members, tokens, starts):
+    def logits(weights, members):
         weights = with_members(weights, members)
-        prompts = decoder.prefill(model, weights, tokens[:, :-1], starts)
-        state = decoder.without_states(prompts), prompts, tokens[:, -1:], jnp.int32(0), starts
-        return decoder.decode(model, weights, *state)[0]
+        last = np.array([prompt[-1] for prompt in prompts])
+        return decode_one(model, weights, *fill_pages(model, weights, prompts, 1), last)[0]
 
-    found = logits(join_members(weights), rows, tokens, starts)
-    alone = [logits(own, None, tokens, starts) for own in weights]
+    found = logits(join_members(weights), rows)
+    alone = [logits(own, None) for own in weights]
     near(found, [alone[member][row] for row, member in enumerate(rows)], rtol=1e-5, atol=1e-5)
     assert np.abs(alone[0] - alone[1]).max() > 1e-2, "adapters that do something"
 

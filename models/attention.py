@@ -1,10 +1,9 @@
-"""Attention with grouped query heads: of training rows, of prompts, of new tokens; layouts are private to this file.
+"""Attention with grouped query heads: of training rows, and of new tokens; layouts are private to this file.
 
-Letters: B rows, T tokens of a row, N prompts of P tokens, S cache columns, H query heads, K key heads, G = H / K,
-C channels of a head.
+Letters: B rows, T tokens of a row, S cache columns, P columns before them, H query heads, K key heads, G = H / K, C
+channels of a head.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -39,10 +38,9 @@ RowHeads = Float[Array, "B T H C"]
 KeyHeads = Float[Array, "B S K C"]
 NewHeads = Float[Array, "B T K C"]
 CachedHeads = Float[Array, "B K S C"]
-CachePositions = Int[Array, "*B"]  # position of the first new token: one for all rows, or one for each
 LayerCache = tuple[CachedHeads | QuantizedKV, CachedHeads | QuantizedKV]  # keys and values
-PromptHeads = Float[Array, "N K P C"]
-PromptCache = tuple[PromptHeads | QuantizedKV, PromptHeads | QuantizedKV]  # rows of a group share one
+HeadsBefore = Float[Array, "B K P C"]
+CacheBefore = tuple[HeadsBefore | QuantizedKV, HeadsBefore | QuantizedKV]  # of columns before those of a LayerCache
 MASKED = -1e30  # finite: a padded row has no visible column, and its softmax must not be NaN
 
 
@@ -103,18 +101,14 @@ def train_attention(
     return rearrange(out, "B T H C -> B T (H C)")
 
 
-def plain_attention(
-    q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, is_token: Bool[Array, "B T"] | None = None
-) -> Float[Array, "B T H*C"]:
+def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> Float[Array, "B T H*C"]:
     """Computes causal attention up to a quarter of the row at a time, over the columns that it sees.
 
     Quarters are three eighths less work, and a quarter of the scores in memory; each has 64 columns or more, since it
-    compiles kernels of its own. `is_token`: the columns that are seen at all; None: all, as in right-padded rows.
+    compiles kernels of its own.
     """
     T = q.shape[1]
     mask = causal_mask(T, view.window)
-    if is_token is not None:
-        mask = mask & is_token[:, None]
     num_blocks = max(1, min(4, T // 64))
     block_size = -(-T // num_blocks)
     outputs = []
@@ -123,7 +117,7 @@ def plain_attention(
         block = slice(start, end)
         first_seen = max(0, start - view.window + 1) if view.window else 0
         seen = slice(first_seen, end)
-        out = masked_attention(q[:, block], k[:, seen], v[:, seen], mask[..., block, seen], view.scale)
+        out = masked_attention(q[:, block], k[:, seen], v[:, seen], mask[block, seen], view.scale)
         outputs.append(out)
     return jnp.concatenate(outputs, axis=1)
 
@@ -228,26 +222,11 @@ def to_cache(k: NewHeads, v: NewHeads, kv_dtype: str) -> LayerCache:
     return keys, values
 
 
-def from_cache(heads: CachedHeads | QuantizedKV, dtype: DTypeLike) -> KeyHeads:
-    """Returns keys or values of a cache as new tokens have them."""
-    if isinstance(heads, QuantizedKV):
-        heads = (heads.integers * heads.scale).astype(dtype)
-    return rearrange(heads, "B K T C -> B T K C")
-
-
-def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: CachePositions, kv_dtype: str) -> LayerCache:
-    """Writes the keys and values of new tokens into the cache, from `columns` on; those beyond it are dropped.
-
-    If all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
-    """
+def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, column: Int[Array, ""], kv_dtype: str) -> LayerCache:
+    """Writes the keys and values of new tokens into the cache, from `column` on: in place inside a loop."""
 
     def write(old: Array, new: Array) -> Array:
-        if columns.ndim == 0:
-            return jax.lax.dynamic_update_slice(old, new, (0, 0, columns, 0))
-        rows = jnp.arange(len(old))[:, None]
-        written = columns[:, None] + jnp.arange(new.shape[2])
-        new = rearrange(new, "B K T C -> B T K C")
-        return old.at[rows, :, written].set(new, mode="drop", unique_indices=True)
+        return jax.lax.dynamic_update_slice(old, new, (0, 0, column, 0))
 
     return jax.tree.map(write, cache, to_cache(k, v, kv_dtype))
 
@@ -273,72 +252,50 @@ def decode_attention(
     q: RowHeads,
     k: NewHeads,
     v: NewHeads,
-    before: PromptCache,
+    before: CacheBefore,
     cache: LayerCache,
-    starts: Int[Array, "N"],
-    ends: Int[Array, "N"],
-    columns: CachePositions,
+    ends: Int[Array, "B"],
+    column: Int[Array, ""],
     view: View,
     kv_dtype: str = "",
 ) -> tuple[Float[Array, "B T H*C"], LayerCache]:
-    """Computes causal attention of new tokens over their row's prompt, its cache, and themselves.
+    """Computes causal attention of new tokens over what is before the cache, the cache, and themselves.
 
-    Returns the cache with the new tokens in it, from `columns` on; what it held from there on is masked.
-    B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them. It occupies columns
-    [starts, ends). With one prompt for each row, the prompt is all before the cache: the pages of models/pages.py.
+    Returns the cache with the new tokens in it, from `column` on; what it held from there on is masked. The P columns
+    `before` it, of which the first `ends` hold tokens, are only read: the pages of models/pages.py.
     """
-    cache = write_cache(cache, k, v, columns, kv_dtype)
+    cache = write_cache(cache, k, v, column, kv_dtype)
     keys, key_scale = dequantize_kv(cache[0], q.dtype)
     values, value_scale = dequantize_kv(cache[1], q.dtype)
-    prompt_keys, prompt_key_scale = dequantize_kv(before[0], q.dtype)
-    prompt_values, prompt_value_scale = dequantize_kv(before[1], q.dtype)
-    P = prompt_keys.shape[2]
-    T = q.shape[1]
-    q = rearrange(q, "B T (K G) C -> B K (G T) C", K=prompt_keys.shape[1])
+    keys_before, key_scale_before = dequantize_kv(before[0], q.dtype)
+    values_before, value_scale_before = dequantize_kv(before[1], q.dtype)
+    T, columns_before = q.shape[1], jnp.arange(keys_before.shape[2])
+    q = rearrange(q, "B T (K G) C -> B K (G T) C", K=keys.shape[1])
     Q = q.shape[2]
-    by_prompt = partial(rearrange, pattern="(N R) K Q X -> N K (R Q) X", N=len(starts))
-    by_row = partial(rearrange, pattern="N K (R Q) X -> (N R) K Q X", Q=Q)
-    # The queries of the R rows that share a prompt are rows of one matmul.
-    prompt_scores = jnp.einsum("nkqc,nkpc->nkqp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
-    is_prompt = (jnp.arange(P) >= starts[:, None]) & (jnp.arange(P) < ends[:, None])
-    prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
+    scores_before = jnp.einsum("bkqc,bkpc->bkqp", q, keys_before, preferred_element_type=jnp.float32)
+    is_before = columns_before < ends[:, None]
+    scores_before = jnp.where(is_before[:, None, None], scores_before * key_scale_before, MASKED)
     scores = row_scores(q, keys)
-    own_columns = (columns[..., None] + jnp.arange(T))[..., None]  # of the new tokens
+    own_columns = (column + jnp.arange(T))[:, None]  # of the new tokens
     cache_columns = jnp.arange(keys.shape[2])
     is_seen = cache_columns <= own_columns
     if view.window:
         is_seen &= cache_columns > own_columns - view.window
-        row_ends = jnp.repeat(ends, len(q) // len(starts))[:, None, None]
-        in_window = jnp.arange(P) > row_ends + own_columns - view.window
-        prompt_scores = jnp.where(by_prompt(of_queries(in_window, Q)), prompt_scores, MASKED)
+        in_window = columns_before > ends[:, None, None] + own_columns - view.window
+        scores_before = jnp.where(of_queries(in_window, Q), scores_before, MASKED)
     scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
 
-    prompt_mass, mass, total = joint_softmax(prompt_scores, scores, by_prompt, by_row, view.scale)
+    # One softmax over both: concatenated, the scores would be written to memory once more.
+    top = jnp.maximum(scores_before.max(-1, keepdims=True), scores.max(-1, keepdims=True))
+    mass_before = jnp.exp((scores_before - top) * view.scale)
+    mass = jnp.exp((scores - top) * view.scale)
+    total = mass_before.sum(-1, keepdims=True) + mass.sum(-1, keepdims=True)
     mass = (mass * value_scale).astype(q.dtype)
-    prompt_mass = (prompt_mass * prompt_value_scale).astype(q.dtype)
+    mass_before = (mass_before * value_scale_before).astype(q.dtype)
     out = jnp.einsum("bkqs,bksc->bkqc", mass, values, preferred_element_type=jnp.float32)
-    out += by_row(jnp.einsum("nkqp,nkpc->nkqc", prompt_mass, prompt_values, preferred_element_type=jnp.float32))
+    out += jnp.einsum("bkqp,bkpc->bkqc", mass_before, values_before, preferred_element_type=jnp.float32)
     out = (out / total).astype(q.dtype)
-    out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
-    return out, cache
-
-
-def joint_softmax(
-    prompt_scores: Float[Array, "N K RQ P"],
-    scores: Float[Array, "B K Q S"],
-    by_prompt: Callable[[Array], Array],
-    by_row: Callable[[Array], Array],
-    scale: float,
-) -> tuple[Float[Array, "N K RQ P"], Float[Array, "B K Q S"], Float[Array, "B K Q 1"]]:
-    """Returns the exponentials of one softmax over prompt and cache, each in its own order, and their sum.
-
-    Concatenated, the scores would be written to memory once more.
-    """
-    top = jnp.maximum(by_row(prompt_scores.max(-1, keepdims=True)), scores.max(-1, keepdims=True))
-    prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * scale)
-    mass = jnp.exp((scores - top) * scale)
-    total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
-    return prompt_mass, mass, total
+    return rearrange(out, "B K (G T) C -> B T (K G C)", T=T), cache
 
 
 def of_queries(mask: Bool[Array, "*B T S"], num_queries: int) -> Bool[Array, "*B 1 Q S"]:

@@ -18,15 +18,9 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from models.architecture import LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
 from models.attention import (
-    CachePositions,
     LayerCache,
-    PromptCache,
     QuantizedKV,
     View,
-    decode_attention,
-    from_cache,
-    plain_attention,
-    to_cache,
     train_attention,
 )
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
@@ -191,7 +185,7 @@ def gated_deltanet(
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
-    Padding, left of a row's first token or right of its last, leaves the state as it is. Source: transformers,
+    Padding right of a row's last token leaves the state as it is. Source: transformers,
     modeling_qwen3_5.py.
     """
     qkv, gate, write, step = (linear(layer, f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
@@ -452,70 +446,6 @@ def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -
 def cast_params(model: Decoder, params: Params) -> Params:
     """Returns parameters in the data types that sampling reads."""
     return jax.tree.map_with_path(lambda path, x: x.astype(dtype_of(path[-1].key, model.dtype)), params)
-
-
-def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Kept]:
-    """Computes the cache of left-padded rows whose first token is in column `starts`; positions count from there."""
-    columns = jnp.arange(tokens.shape[1])
-    is_token = columns >= starts[:, None]
-    positions = jnp.maximum(columns - starts[:, None], 0)
-    angles = rotary_by_kind(model, positions)
-    x = embed(model, weights, tokens)
-    caches = []
-    for kind, layer in zip(model.kinds, weights[LAYERS], strict=True):
-        if kind == LINEAR:
-            state = init_state(model.delta, len(x), x.dtype)
-            mixer = partial(gated_deltanet, model, state, is_token=is_token)
-        else:
-            attention = partial(prompt_attention, model, kind, is_token)
-            mixer = partial(attend, model, angles[kind], attention)
-        x, cache, _ = decoder_layer(model, layer, x, mixer)
-        caches.append(cache)
-    return caches
-
-
-def prompt_attention(
-    model: Decoder,
-    kind: str,
-    is_token: Bool[Array, "B T"],
-    q: Heads,
-    k: Float[Array, "B T K C"],
-    v: Float[Array, "B T K C"],
-) -> tuple[Hidden, LayerCache]:
-    """Computes attention of left-padded rows in a layer of this kind, over what the cache holds of them."""
-    cache = to_cache(k, v, model.kv_dtype)
-    if model.kv_dtype:  # otherwise samples would depend on how much of a prompt is computed at once
-        k, v = (from_cache(heads, q.dtype) for heads in cache)
-    return plain_attention(q, k, v, view_of(model, kind), is_token), cache
-
-
-def without_states(caches: list[PyTree]) -> list[PyTree]:
-    """Returns the part of prompts' caches, or of their shapes, that decoding reads: rows own copies of states."""
-    return [None if isinstance(cache, RecurrentState) else cache for cache in caches]
-
-
-def decode(
-    model: Decoder,
-    weights: Weights,
-    prompts: list[PromptCache | None],
-    caches: list[Kept],
-    tokens: Int[Array, "B T"],
-    columns: CachePositions,
-    starts: Int[Array, "N"],
-    is_token: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
-    """Computes logits after the last of some new tokens per row, which are written to the cache from `columns` on.
-
-    B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
-    Other results as `decode_states`.
-    """
-    leaves = jax.tree.leaves(prompts)
-    num_columns = leaves[0].shape[2] if leaves else 0  # no layer has any, and none needs positions
-    ends = jnp.full_like(starts, num_columns)
-    attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
-    positions = jnp.repeat(num_columns - starts, len(tokens) // len(starts)) + columns
-    hidden, caches, routes = decode_states(model, weights, prompts, caches, tokens, positions, attention, is_token)
-    return head(model, weights, hidden[:, -1]), caches, routes
 
 
 def decode_states(

@@ -211,19 +211,7 @@ def page_attention(
     """Computes causal attention of new tokens, number `number` of their segment on; returns what they change, too."""
     kernel = paged_kernel(model)
     if kernel == "plain":
-        starts = jnp.zeros_like(pages.columns)
-        return decode_attention(
-            q,
-            k,
-            v,
-            before,
-            cache,
-            starts=starts,
-            ends=pages.columns,
-            columns=number,
-            view=view,
-            kv_dtype=model.kv_dtype,
-        )
+        return decode_attention(q, k, v, before, cache, pages.columns, number, view, model.kv_dtype)
 
     def attend(q: RowHeads, k: KeyHeads, v: KeyHeads, pool: Pool, pages: Pages) -> tuple[RowHeads, Pool]:
         columns = pages.columns + number

@@ -29,6 +29,7 @@ from models.pages import Paging
 from tests.helpers import HYBRID, MODEL, Letters, assert_close, depth, on_layout, random_params, slow
 from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
 from tests.processes import on_four_devices
+from tests.references import fill_pages
 from utils.devices.compile_log import Compilations
 from utils.devices.memory import fingerprint
 from utils.devices.sharding import single_device
@@ -163,18 +164,13 @@ def test_logprobs_are_those_of_the_training_pass(temperature):
 def test_an_int8_cache_is_half_as_large_and_rounds_to_127_steps():
     model = replace(MODEL, kv_dtype="int8")
     weights = Sampler(model, LIMIT, ()).load_weights(random_params())
-    tokens = np.array(PROMPTS[1:2], np.int32)
-    starts = np.zeros(1, np.int32)
-    prefill = jax.jit(decoder.prefill, static_argnums=0)
-    caches, exact = (prefill(each, weights, tokens, starts) for each in (model, MODEL))
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(caches))
-    assert num_bytes == tokens.size * model.cache_bytes
-    assert num_bytes < tokens.size * MODEL.cache_bytes / 2
-    for kept, true in zip(caches[0], exact[0], strict=True):  # of the first layer, whose input is the same
-        true = np.asarray(true, np.float64)
-        step = np.abs(true).max(-1, keepdims=True) / 127
-        rounded = np.asarray(kept.integers) * np.asarray(kept.scale, np.float64)
-        assert (np.abs(rounded - true) <= 0.501 * step).all()
+    pools, exact = (fill_pages(each, weights, PROMPTS[1:2], 0)[0] for each in (model, MODEL))
+    num_bytes, num_exact = (sum(x.nbytes for x in jax.tree.leaves(pools)) for pools in (pools, exact))
+    assert num_bytes / num_exact == model.cache_bytes / MODEL.cache_bytes < 0.5
+    true = np.asarray(exact[0], np.float64)  # of the first layer, whose input is the same
+    step = np.abs(true).max(-1, keepdims=True) / 127
+    rounded = np.asarray(pools[0].integers) * np.asarray(pools[0].scale, np.float64)
+    assert (np.abs(rounded - true) <= 0.501 * step).all()
 
 
 def test_an_int8_cache_is_nearly_as_good():

@@ -30,6 +30,7 @@ from models.peft import PREFIX, WEIGHTS, save_adapters
 from tests.helpers import random_tokens, read_jsonl, train_here
 from tests.kill_runs import FLAGS, records
 from tests.processes import on_four_devices
+from tests.references import fill_pages
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
@@ -40,7 +41,6 @@ CONFIG = "adapter_config.json"
 RANKS = {"lora-qwen2": 3, "lora-qwen3": 2, "lora-qwen3_5": 2}
 near = partial(np.testing.assert_allclose, rtol=1e-5)
 logits = jax.jit(decoder.logits, static_argnums=0)
-prefill = jax.jit(decoder.prefill, static_argnums=0)
 outputs_of = jax.jit(decoder.token_outputs, static_argnums=0)
 
 
@@ -105,7 +105,7 @@ def test_merged_equals_unmerged(name):
         policies[merge] = Sampler(model, 8, (0,)).load_weights(policy)
     merged, params, _ = load_model(FIXTURES / name)
     near(logits(merged, params, tokens), logits(model, policy, tokens), atol=1e-4)
-    caches = [prefill(model, weights, tokens, np.zeros(len(tokens), np.int32)) for weights in policies.values()]
+    caches = [fill_pages(model, weights, tokens, 0)[0] for weights in policies.values()]
     assert_trees_all_close(*caches, rtol=1e-4, atol=1e-4)
     sizes = [sum(x.size for x in jax.tree.leaves(weights)) for weights in policies.values()]
     assert sizes[0] < sizes[1]

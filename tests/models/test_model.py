@@ -20,41 +20,46 @@ from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder, families
 from models.checkpoint import load_model, save_model
-from models.deltanet import RecurrentState
 from models.distribution import Distribution
 from models.families import FAMILIES, read_config, text_config
 from models.names import EMBED, HEAD
+from models.pages import new_state
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
-from tests.references import DATA, FIXTURES, expected_of, load, logits, needs_data, rows, select_tensor
+from tests.references import (
+    DATA,
+    FIXTURES,
+    decode_one,
+    expected_of,
+    fill_pages,
+    load,
+    logits,
+    needs_data,
+    rows,
+    select_tensor,
+)
 from utils.devices.sharding import MESH_AXES, single_device
 
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
 
-prefill = jax.jit(decoder.prefill, static_argnums=0)
-decode = jax.jit(decoder.decode, static_argnums=0)
 decode_weights = jax.jit(decoder.decode_weights, static_argnums=0)
 
 
-def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
+def cached_logits(model, params, prompts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Decodes after prompts; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
     weights = decode_weights(model, params)
-    prefix = prefill(model, weights, prompts[:, :-1], starts)
-
-    def empty(x: jax.Array) -> jax.Array:
-        return jnp.zeros((*x.shape[:2], num_tokens, x.shape[3]), x.dtype)
-
-    caches = [kept if isinstance(kept, RecurrentState) else jax.tree.map(empty, kept) for kept in prefix]
-    prefix = decoder.without_states(prefix)
-    last = prompts[:, -1]
-    tokens = []
-    rows = []
+    state, pages = fill_pages(model, weights, prompts, num_tokens)
+    tokens, rows = [np.array([prompt[-1] for prompt in prompts], np.int32)], []
     for i in range(num_tokens):  # the first step reads the last prompt token
-        row, caches, _ = decode(model, weights, prefix, caches, last[:, None], i, starts)
-        last = choose(i, row)
-        tokens.append(last)
+        step = pages._replace(columns=pages.columns + i)
+        row, state = decode_one(model, weights, state, step, jnp.asarray(tokens[-1]))
+        tokens.append(np.asarray(choose(i, row), np.int32))
         rows.append(row)
-    return np.stack(tokens, axis=1), np.stack(rows, axis=1)
+    return np.stack(tokens[1:], axis=1), np.stack(rows, axis=1)
+
+
+def without_padding(reference: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return [prompt[start:] for prompt, start in zip(reference["prompts"], reference["starts"], strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,9 +104,8 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
     reference = expected_of(name)
     completions = reference["completions"]
-    tokens, _ = cached_logits(
-        model, params, reference["prompts"], reference["starts"], lambda i, row: row.argmax(-1), completions.shape[1]
-    )
+    prompts = without_padding(reference)
+    tokens, _ = cached_logits(model, params, prompts, lambda i, row: row.argmax(-1), completions.shape[1])
     np.testing.assert_array_equal(tokens, completions)
 
 
@@ -109,15 +113,14 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(name):
 def test_decoding_with_a_cache_equals_the_forward_pass(name):
     model, params, _ = load(FIXTURES / name)
     reference = expected_of(name)
-    prompts = reference["prompts"]
-    starts = reference["starts"]
-    P = reference["prompts"].shape[1]
+    prompts = without_padding(reference)
     drawn = np.random.default_rng(0).integers(0, model.vocab_size, reference["completions"].shape).astype(np.int32)
-    _, cached = cached_logits(model, params, prompts, starts, lambda i, row: drawn[:, i], drawn.shape[1])
-    whole = [np.roll([*prompt, *row], -start) for prompt, start, row in zip(prompts, starts, drawn, strict=True)]
-    uncached = logits(model, params, np.stack(whole))  # right-padded, as in training
-    for start, decoded, row in zip(starts, cached, uncached, strict=True):
-        assert_close(decoded, row[P - start - 1 :][: len(decoded)], depth(model, uncached.shape[1]))
+    _, cached = cached_logits(model, params, prompts, lambda i, row: drawn[:, i], drawn.shape[1])
+    width = max(map(len, prompts)) + drawn.shape[1]
+    whole = [np.resize([*prompt, *row], width) for prompt, row in zip(prompts, drawn, strict=True)]
+    uncached = logits(model, params, np.stack(whole))  # padded on the right, as in training
+    for prompt, decoded, row in zip(prompts, cached, uncached, strict=True):
+        assert_close(decoded, row[len(prompt) - 1 :][: len(decoded)], depth(model, uncached.shape[1]))
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "gemma3-tied", "qwen3_5-tied"])
@@ -140,11 +143,9 @@ def test_the_training_pass_rounds_weights_as_sampling_does(name):
 def test_a_cache_has_as_many_bytes_as_is_estimated(name, dtype, kv_dtype):
     model, params, _ = load(FIXTURES / name)
     model = replace(model, dtype=dtype, kv_dtype=kv_dtype)
-    weights = jax.eval_shape(partial(decoder.decode_weights, model), params)
-    rows = jax.ShapeDtypeStruct((3, 5), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
-    filled = jax.eval_shape(partial(decoder.prefill, model), weights, *rows)
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(filled))
-    assert num_bytes == 3 * (5 * model.cache_bytes + model.state_bytes)
+    state = jax.eval_shape(partial(new_state, model, single_device(), 3, 5, 2))
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert num_bytes == 3 * 5 * model.cache_bytes + 2 * model.state_bytes
 
 
 @pytest.mark.parametrize("setting", [(1.0,), (0.0,), (0.6, 0, 0.8), (1.3, 12, 0.9, 0.03)], ids=str)
@@ -232,13 +233,9 @@ def test_splash_attention_is_the_plain_one(case):
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_in_blocks_is_that_of_the_whole_row(window):
     q, k, v, _ = heads(150, 32)
-    columns = jnp.arange(150)
-    starts = jnp.array([[0], [101]])
-    is_token = columns >= starts
-    mask = attention.causal_mask(150, window) & is_token[:, None]
-    whole = attention.masked_attention(q, k, v, mask, 0.1)
-    found = attention.plain_attention(q, k, v, attention.View(0.1, window), is_token)
-    np.testing.assert_allclose(found[is_token], whole[is_token], atol=1e-6)
+    whole = attention.masked_attention(q, k, v, attention.causal_mask(150, window), 0.1)
+    found = attention.plain_attention(q, k, v, attention.View(0.1, window))
+    np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
 def test_scores_in_bfloat16_are_not_rounded():
