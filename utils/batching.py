@@ -24,13 +24,6 @@ def bucket(n: int) -> int:
     return three_quarters if 32 < power and n <= three_quarters else power
 
 
-def few_widths(n: int, longest: int) -> int:
-    """Returns the next of five widths from n on: quarters of the longest row, and half a quarter; 64 at least."""
-    quarter = max(64, round_up(-(-longest // 4), 32))
-    step = quarter // 2 if n <= quarter // 2 and quarter >= 128 else quarter
-    return min(round_up(n, step), round_up(max(n, longest), 32))
-
-
 def power_above(n: int) -> int:
     """Returns the first of 1, 2, 4, 8, ... from n on."""
     return 1 << (n - 1).bit_length()

@@ -14,7 +14,7 @@ from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD, Params
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, assert_leaves_close, gradient_depth, slow
-from utils.batching import EMPTY, MicrobatchShape, RowSizes, choose_shapes, few_widths, packed_tokens, plan_microbatches
+from utils.batching import EMPTY, MicrobatchShape, RowSizes, choose_shapes, packed_tokens, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
@@ -71,18 +71,6 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, sk
     shared_prompts = (sizes.prompt_lengths - 1).sum() / GROUP_SIZE
     num_prompt_tokens = num_packed - (sizes.lengths - sizes.prompt_lengths).sum()
     assert shared_prompts <= num_prompt_tokens <= shared_prompts * (1 + shards * len(plan) / 6)  # bins may cut groups
-
-
-@pytest.mark.parametrize(
-    ("longest", "widths"),
-    [(40, {64}), (224, {64, 128, 192, 224}), (320, {96, 192, 288, 320}), (1280, {160, 320, 640, 960, 1280})],
-)
-def test_rows_have_few_widths(longest, widths):
-    lengths = range(1, longest + 1)
-    found = [few_widths(length, longest) for length in lengths]
-    assert set(found) == widths
-    assert all(width >= length for width, length in zip(found, lengths, strict=True))
-    assert few_widths(longest + 1, longest) > longest
 
 
 def lognormal(num_groups: int, group_size: int, mean: float, sigma: float, limit: int) -> RowSizes:
