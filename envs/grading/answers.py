@@ -20,8 +20,8 @@ from envs.grading.numerals import (
     CHANGING,
     EMPHASIS,
     EXACT,
+    HARMFUL,
     MONEY,
-    REPEATING,
     SUPERSCRIPTS,
     UNIT_OF,
     UNIT_PHRASE,
@@ -30,10 +30,7 @@ from envs.grading.numerals import (
     agree,
     digits_written,
     find_number,
-    fraction_value,
     parse_number,
-    plain_value,
-    word_kind,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +117,7 @@ def holds_answer(line: str) -> bool:
     number = re.search(rf"[\d{VULGAR}]", formulas)
     if number is None:
         return bool(re.search(r"[^\s*_`.:-]", line)) and all(word[0] in PLAIN_NAMES for word in words)
-    prose = [word.start() for word in words if word[0] not in CURRENCIES and word_kind(word[0]) == "harmless"]
+    prose = [word.start() for word in words if word[0] not in CURRENCIES and not HARMFUL.fullmatch(word[0])]
     return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
@@ -434,14 +431,14 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     match = UNIT.search(text)
     if match is None:
         counted = COUNTED.fullmatch(text)
-        if counted and word_kind(counted[2]) == "harmless" and parse_number(counted[1]):
+        if counted and not HARMFUL.fullmatch(counted[2]) and parse_number(counted[1]):
             return counted[1], (counted[2].lower().rstrip("s"), 1, "")
         number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
         return text, split_unit(number[1])[1] if number and number[1] != text else None
-    power = match["kind"] or re.sub(r"[\^{}]", "", match["power"] or "")
+    power = match["kind"] or re.sub(r"[\^{}\s]", "", match["power"] or "")
     is_variable = len(match["name"]) == 1 and match["name"].isascii() and not (match["wrapper"] or match["space"])
     name = UNIT_OF[match["name"]]
-    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"], "")
+    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"] or "", match["per"] or "")
     return text if is_variable else text[: match.start()], unit
 
 
@@ -467,7 +464,7 @@ def may_be_same(reference: str, answer: str) -> bool:
     clauses = [end.end() for end in CLAUSE_END.finditer(answer, 0, starts[-1] if starts else 0)]
     clause = answer[clauses[-1] if clauses else 0 :]  # the clause of the last formula
     # Words that make another number of the one beside them, and dots that go on.
-    changing = {word.lower() for word in WORD.findall(clause) if word.lower() in CHANGING or not word.isalpha()}
+    changing = {word.lower() for word in WORD.findall(clause) if CHANGING.fullmatch(word) or not word.isalpha()}
     known = {word.lower() for word in WORD.findall(reference)}
     return changing <= known or sentence_number(answer) is not None
 
@@ -483,9 +480,9 @@ def sentence_number(text: str) -> Number | None:
 
 # math-verify
 
-VULGAR_FRACTION = re.compile(f"[{VULGAR}]")
+VULGAR_SIGN = re.compile(f"[{VULGAR}]")
 SUPERSCRIPT = re.compile(f"⁻?[{SUPERSCRIPTS}]+")
-REPEATING_DECIMAL = re.compile(REPEATING)
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{)?\s*\\(?:text|mathrm|mbox)\s*\{\s*(?:st|nd|rd|th)\s*\}(?:\s*\})?")
 DEGREES = r"(\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree)"
 ANGLE = re.compile(rf"\\(sin|cos|tan|cot|sec|csc)\s*(?:\(\s*{DEGREES}\s*\)|\{{\s*{DEGREES}\s*\}}|{DEGREES})")
@@ -501,9 +498,9 @@ def to_latex(text: str) -> str:
     Raises ValueError for other characters that stand for a number, as circled digits do.
     """
     text = plain_to_latex(text.translate(SYMBOLS))
-    text = VULGAR_FRACTION.sub(lambda match: to_frac(fraction_value(match[0])), text)
+    text = VULGAR_SIGN.sub(lambda sign: to_frac(Fraction(unicodedata.numeric(sign[0])).limit_denominator(10)), text)
     text = SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}".replace("−", "-"), text)
-    text = REPEATING_DECIMAL.sub(lambda match: to_frac(plain_value(match[0])), text)
+    text = REPEATING.sub(lambda match: to_frac(repeating_value(*match.groups())), text)
     text = re.sub(ORDINAL, "", re.sub(r"\\text\s*\{\s*(\d+)\s*\}", r"\1", text))
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         raise ValueError("a character that is a number of its own")
@@ -545,6 +542,12 @@ def closing(text: str, start: int) -> int:
         if depth == 0:
             return index
     return -1
+
+
+def repeating_value(whole: str, first: str, period: str) -> Fraction:
+    """Returns the value of a decimal whose last digits repeat."""
+    ninths = Fraction(int(whole + first + period) - int(whole + first or 0), 10 ** len(period) - 1)
+    return ninths / 10 ** len(first)
 
 
 def to_frac(value: Fraction) -> str:
