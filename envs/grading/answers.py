@@ -20,8 +20,8 @@ from envs.grading.numerals import (
     CHANGING,
     EMPHASIS,
     EXACT,
+    HARMFUL,
     MONEY,
-    REPEATING,
     SUPERSCRIPTS,
     UNIT_OF,
     UNIT_PHRASE,
@@ -30,10 +30,7 @@ from envs.grading.numerals import (
     agree,
     digits_written,
     find_number,
-    fraction_value,
     parse_number,
-    plain_value,
-    word_kind,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +117,7 @@ def holds_answer(line: str) -> bool:
     number = re.search(rf"[\d{VULGAR}]", formulas)
     if number is None:
         return bool(re.search(r"[^\s*_`.:-]", line)) and all(word[0] in PLAIN_NAMES for word in words)
-    prose = [word.start() for word in words if word[0] not in CURRENCIES and word_kind(word[0]) == "harmless"]
+    prose = [word.start() for word in words if word[0] not in CURRENCIES and not HARMFUL.fullmatch(word[0])]
     return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
@@ -226,7 +223,7 @@ def final_answer(text: str, form: str) -> str | None:
             extractors = (extract_answer, extract_boxed, last_hash, extract_prose)
             answers = (extract(text) for extract in extractors)
             answer = next((answer for answer in answers if answer is not None), None)
-    boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
+    boxed = extract_boxed(answer or "")
     return answer if boxed is None else boxed
 
 
@@ -242,13 +239,12 @@ def final_reference(text: str) -> str:
     answer = next((answer for answer in answers if answer), text)
     if SEVERAL_BOXES.search(text[-MAX_MATH:]):
         return answer if len(text) > MAX_MATH else text
-    return (extract_boxed(answer) if "\\boxed" in answer else None) or answer
+    return extract_boxed(answer) or answer
 
 
 def one_spelling(answer: str) -> str:
     """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
-    number = parse_number(answer, words=True)
-    if number:
+    if number := parse_number(answer, words=True):
         return f"{number.value}{'%' * number.percent}"
     return choice(answer) or words(answer) or simplified(answer) or answer
 
@@ -336,10 +332,9 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
             return False
     if not may_be_same(reference, answer):
         return False
-    reference_math = parse_math(reference, is_reference=True)
+    reference_math, answer_math = parse_math(reference, is_reference=True), parse_math(answer)
     if not may_be_alike:  # texts that do not parse are compared as they are
         reference_math = [x for x in reference_math if not isinstance(x, str)]
-    answer_math = parse_math(answer)
     if not (reference_math and answer_math):
         return False
     return grader().verify(reference_math, answer_math, float_rounding=digits, timeout_seconds=None)
@@ -434,14 +429,14 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     match = UNIT.search(text)
     if match is None:
         counted = COUNTED.fullmatch(text)
-        if counted and word_kind(counted[2]) == "harmless" and parse_number(counted[1]):
+        if counted and not HARMFUL.fullmatch(counted[2]) and parse_number(counted[1]):
             return counted[1], (counted[2].lower().rstrip("s"), 1, "")
         number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
         return text, split_unit(number[1])[1] if number and number[1] != text else None
-    power = match["kind"] or re.sub(r"[\^{}]", "", match["power"] or "")
+    power = match["kind"] or re.sub(r"[\^{}\s]", "", match["power"] or "")
     is_variable = len(match["name"]) == 1 and match["name"].isascii() and not (match["wrapper"] or match["space"])
     name = UNIT_OF[match["name"]]
-    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"], "")
+    unit = name, POWER_OF.get(power, 1), "" if name in MONEY else UNIT_OF.get(match["per"] or "", match["per"] or "")
     return text if is_variable else text[: match.start()], unit
 
 
@@ -467,7 +462,7 @@ def may_be_same(reference: str, answer: str) -> bool:
     clauses = [end.end() for end in CLAUSE_END.finditer(answer, 0, starts[-1] if starts else 0)]
     clause = answer[clauses[-1] if clauses else 0 :]  # the clause of the last formula
     # Words that make another number of the one beside them, and dots that go on.
-    changing = {word.lower() for word in WORD.findall(clause) if word.lower() in CHANGING or not word.isalpha()}
+    changing = {word.lower() for word in WORD.findall(clause) if CHANGING.fullmatch(word) or not word.isalpha()}
     known = {word.lower() for word in WORD.findall(reference)}
     return changing <= known or sentence_number(answer) is not None
 
@@ -483,9 +478,9 @@ def sentence_number(text: str) -> Number | None:
 
 # math-verify
 
-VULGAR_FRACTION = re.compile(f"[{VULGAR}]")
+VULGAR_SIGN = re.compile(f"[{VULGAR}]")
 SUPERSCRIPT = re.compile(f"⁻?[{SUPERSCRIPTS}]+")
-REPEATING_DECIMAL = re.compile(REPEATING)
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{)?\s*\\(?:text|mathrm|mbox)\s*\{\s*(?:st|nd|rd|th)\s*\}(?:\s*\})?")
 DEGREES = r"(\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree)"
 ANGLE = re.compile(rf"\\(sin|cos|tan|cot|sec|csc)\s*(?:\(\s*{DEGREES}\s*\)|\{{\s*{DEGREES}\s*\}}|{DEGREES})")
@@ -501,9 +496,12 @@ def to_latex(text: str) -> str:
     Raises ValueError for other characters that stand for a number, as circled digits do.
     """
     text = plain_to_latex(text.translate(SYMBOLS))
-    text = VULGAR_FRACTION.sub(lambda match: to_frac(fraction_value(match[0])), text)
+    text = VULGAR_SIGN.sub(lambda sign: to_frac(Fraction(unicodedata.numeric(sign[0])).limit_denominator(10)), text)
     text = SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}".replace("−", "-"), text)
-    text = REPEATING_DECIMAL.sub(lambda match: to_frac(plain_value(match[0])), text)
+    for match in reversed([*REPEATING.finditer(text)]):
+        whole, first, period = match.groups()
+        ninths = Fraction(int(whole + first + period) - int(whole + first or 0), 10 ** len(period) - 1)
+        text = text[: match.start()] + to_frac(ninths / 10 ** len(first)) + text[match.end() :]
     text = re.sub(ORDINAL, "", re.sub(r"\\text\s*\{\s*(\d+)\s*\}", r"\1", text))
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         raise ValueError("a character that is a number of its own")
@@ -528,23 +526,14 @@ def plain_to_latex(text: str) -> str:
     text = PLAIN_SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     text = PLAIN_NAME.sub(lambda match: PLAIN_NAMES.get(match[0], match[0]), text)
     for call in reversed([*PLAIN_CALL.finditer(text)]):  # those within others first
-        end = closing(text, call.end())
-        before, after = CALLS[call[1]]
-        if end >= 0:
+        depths = accumulate(text[call.end() :], lambda depth, sign: depth + (sign == "(") - (sign == ")"), initial=1)
+        end = next((call.end() + index - 1 for index, depth in enumerate(depths) if not depth), None)
+        if end is not None:
+            before, after = CALLS[call[1]]
             text = text[: call.start()] + before + text[call.end() : end] + after + text[end + 1 :]
     if len(re.findall(r"\*\*|\^", text)) > 1 and re.search(r"(?:\*\*|\^)[^-+/,=<>\s]*\*\*", text):
         return text  # powers of powers: no answer
     return PLAIN_POWER.sub(lambda match: f"^{{{match[1]}}}" if match[1] else "^", text)
-
-
-def closing(text: str, start: int) -> int:
-    """Returns where the bracket that was opened before `start` closes; -1 if it does not."""
-    depth = 1
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return -1
 
 
 def to_frac(value: Fraction) -> str:
@@ -559,11 +548,12 @@ def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
     Text that does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
     """
     import math_verify
+    import sympy
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit, a signal, is off
     number = sentence_number(text)
     if number and SENTENCE.search(text):
-        return [to_rational(number)]
+        return [sympy.Rational(number.value)]
     latex = to_latex(text)
     if not ENVIRONMENT.search(latex):
         latex = f"${' '.join(latex.split()).rstrip('., ')}$"
@@ -573,15 +563,8 @@ def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
         if is_reference and not number:
             number = parse_number(extract_last_number(text) or "", words=True)
         if number:
-            expressions.append(to_rational(number))
+            expressions.append(sympy.Rational(number.value))
     return expressions
-
-
-def to_rational(number: Number) -> Expression:
-    """Returns a number as sympy has it."""
-    import sympy
-
-    return sympy.Rational(number.value.numerator, number.value.denominator)
 
 
 # values
@@ -614,18 +597,13 @@ def same_value(a: Expression, b: Expression, digits: int, _precision: int = 0) -
         return plain[0] == plain[1]
     a, b = (x.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part))).doit() for x in (a, b))
     if a.free_symbols or b.free_symbols:
-        terms = [{term: to_fraction(x) for term, x in side.as_coefficients_dict().items()} for side in (a, b)]
+        terms = [{term: Fraction(str(x)) for term, x in side.as_coefficients_dict().items()} for side in (a, b)]
         return terms[0].keys() == terms[1].keys() and all(agree(x, terms[1][t], digits) for t, x in terms[0].items())
     if a.is_Rational and b.is_Rational:
-        return agree(to_fraction(a), to_fraction(b), digits)
+        return agree(Fraction(str(a)), Fraction(str(b)), digits)
     parts = [[Fraction(str(part)) for part in x.evalf(EXACT + 10).as_real_imag()] for x in (a, b)]
     noise = max(abs(part) for value in parts for part in value) / 10**EXACT
     return all(abs(x - y) <= noise or agree(x, y, digits) for x, y in zip(*parts, strict=True))
-
-
-def to_fraction(value: Expression) -> Fraction:
-    """Returns one of sympy's rational numbers as a Fraction."""
-    return Fraction(int(value.p), int(value.q))
 
 
 def is_tame(text: str) -> bool:
