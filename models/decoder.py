@@ -29,15 +29,15 @@ from models.attention import (
     to_cache,
     train_attention,
 )
-from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
 from models.distribution import Distribution, TokenOutputs
 from models.logits import LMHeads, TargetColumns, chunked_outputs, project
-from models.lora import adapt, with_adapters
 from models.names import (
+    ADAPTERS,
     CRITIC,
     EMBED,
     HEAD,
     LAYERS,
+    LORA_A,
     NORM,
     SCALE,
     TEACHER,
@@ -52,6 +52,7 @@ from models.names import (
     Params,
     Policy,
     PolicyParams,
+    RecurrentState,
     Route,
     Weights,
     decode_axes,
@@ -145,7 +146,10 @@ def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Arr
     y = rows @ matrix.astype(x.dtype)
     if name + SCALE in layer:
         y = y * layer[name + SCALE].astype(x.dtype)
-    y = adapt(layer, name, rows, y)
+    if name + LORA_A in layer:
+        from models.lora import adapt
+
+        y = adapt(layer, name, rows, y)
     y = y.reshape(*x.shape[:-1], -1)
     if f"{name}.bias" in layer:
         y = y + layer[f"{name}.bias"].astype(x.dtype)
@@ -194,6 +198,8 @@ def gated_deltanet(
     Padding, left of a row's first token or right of its last, leaves the state as it is. Source: transformers,
     modeling_qwen3_5.py.
     """
+    from models.deltanet import causal_conv, delta_inputs, delta_rule, gated_norm
+
     qkv, gate, write, step = (linear(layer, f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
     if is_token is not None:
         qkv = jnp.where(is_token[..., None], qkv, 0)
@@ -309,7 +315,10 @@ def forward(
 
     With a packing, only its tokens are computed, and returned in its order [S, M, D].
     """
-    params = with_adapters(model, params)
+    if ADAPTERS in params:
+        from models.lora import with_adapters
+
+        params = with_adapters(model, params)
     inputs = LayerInputs(pack_ids(tokens, packing), None, packing)
     weights, table = weights_of(model, params, EMBED, LAYERS)
     return on_each(model.mesh, partial(apply_layers, model), weights, inputs, table)
@@ -341,6 +350,8 @@ def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs)
         kind = model.kinds[number]
         layer = gather_layer(model, layers, number)
         if kind == LINEAR:
+            from models.deltanet import init_state
+
             state = init_state(model.delta, num_rows, x.dtype)
             mixer = partial(gated_deltanet, model, state, packing=packing)
         else:
@@ -464,6 +475,8 @@ def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts:
     caches = []
     for kind, layer in zip(model.kinds, weights[LAYERS], strict=True):
         if kind == LINEAR:
+            from models.deltanet import init_state
+
             state = init_state(model.delta, len(x), x.dtype)
             mixer = partial(gated_deltanet, model, state, is_token=is_token)
         else:
@@ -594,7 +607,10 @@ def token_outputs(
     values = None
     if CRITIC in params:
         values = target_states(state_values(model, params[CRITIC], tokens, packing), packing)
-    params = with_adapters(model, params)
+    if ADAPTERS in params:
+        from models.lora import with_adapters
+
+        params = with_adapters(model, params)
     columns = {}
     for name, x in (extras or {}).items():
         of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape) if x.ndim < 3 else x

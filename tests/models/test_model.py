@@ -20,10 +20,9 @@ from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder, families
 from models.checkpoint import load_model, save_model
-from models.deltanet import RecurrentState
 from models.distribution import Distribution
 from models.families import FAMILIES, read_config, text_config
-from models.names import EMBED, HEAD
+from models.names import EMBED, HEAD, RecurrentState
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
 from tests.references import DATA, FIXTURES, expected_of, load, logits, needs_data, rows, select_tensor
