@@ -61,7 +61,7 @@ from models.architecture import Decoder, Spec
 from models.attention import SKIPPING
 from models.checkpoint import is_merged
 from models.decoder import head_name
-from models.lora import adapter_table, make_policy, quantize_layer
+from models.lora import adapter_table, quantize_layer
 from models.memory import (
     BETWEEN,
     describe_rollout,
@@ -83,6 +83,7 @@ from models.names import (
     Policy,
     Weights,
     dtype_of,
+    make_policy,
 )
 from models.optimizers import make_optimizer
 from models.pages import Paging

@@ -7,12 +7,11 @@ from core.sampler import SamplingConfig
 from core.terms.distill import DistillConfig, check_distillation
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
-from models.lora import LoraConfig
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import DeviceConfig
 from utils.settings.errors import refuse
-from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, TrainConfig, UpdateConfig
+from utils.settings.groups import ComputeConfig, EvalConfig, LoraConfig, RunConfig, TrainConfig, UpdateConfig
 from utils.settings.options import group, option
 
 

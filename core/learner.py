@@ -26,9 +26,8 @@ from models.architecture import Decoder
 from models.attention import SKIPPING
 from models.decoder import make_critic, token_outputs
 from models.distribution import Distribution, TokenOutputs
-from models.lora import make_policy
 from models.memory import MemoryConfig, Room, fit_memory, out_of_memory
-from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
+from models.names import CRITIC, Adapters, Array, Params, Policy, Weights, make_policy
 from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.packing import Packing, pack_rows
 from models.speed import training_flops

@@ -31,10 +31,9 @@ from core.slots.decode import SampledTokens, decode_pages
 from core.slots.prefill import PrefillJob, chunk_arrays, chunks_of, make_job, prefill_pages
 from core.slots.rows import NO_STOPS, Next, Rows, Segment, Stops, Turn
 from core.slots.table import PageSizes, PageTable, expected_pages, in_lanes, page_sizes, page_tokens
-from models import decoder, lora
+from models import decoder
 from models.architecture import Decoder, Table, is_spec
 from models.distribution import MAX_SUPPORT, Distribution
-from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
 from models.pages import Paging, new_state, paged_kernel
 from models.tokenizer import Tokenizer
@@ -148,9 +147,11 @@ class Sampler:
         if ADAPTERS not in params:
             policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
             return decode_weights(self.model, self.layout, policy, self.model.layer_numbers)
+        from models.lora import attach, jit_layer_adapters, jit_merge, split_policy
+
         base, adapters = split_policy(params)
-        weights = attach(base, layer_adapters(self.model, adapters))
-        return merge(weights) if self.model.merges_adapters else weights
+        weights = attach(base, jit_layer_adapters(self.model, adapters))
+        return jit_merge(weights) if self.model.merges_adapters else weights
 
     def generate(
         self, weights: Weights, prompts: Sequence[list[int]], positions: Int[Array, "N"], num_samples: int, key: Key
@@ -535,10 +536,6 @@ def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: Laye
 
     cast = lay_out(decoder.cast_params(model, params), model.parameter_table(), rollout=False)
     return lay_out(decoder.decode_weights(model, cast, numbers), model.weights_table(), rollout=True)
-
-
-layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)
-merge = jax.jit(lora.merge)
 
 
 def make_sampler(

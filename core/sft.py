@@ -32,7 +32,6 @@ from core.rollout import RolloutWorker
 from core.run.card import SFT
 from core.run.fingerprints import NUM_RENDERED, fingerprint_rows, fingerprint_tokens
 from core.run.folder import settings_of_adapters
-from core.run.metrics import loss_metrics, row_losses
 from core.run.run import STOPPED, Run
 from core.sampler import SamplingConfig
 from envs.own.written import DataConfig, read_written
@@ -40,15 +39,15 @@ from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, by_role, check_files, resolve_held_out
 from models.checkpoint import load_policy
 from models.conversations import Conversation, check_rows, describe_prompts, encode_rows
-from models.lora import LoraConfig
 from models.memory import BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig, describe_optimizer
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
+from utils.evaluation.losses import loss_metrics, row_losses
 from utils.settings.config import make_config, parse
 from utils.settings.errors import counted, refuse, user_errors
-from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, TrainConfig, UpdateConfig
+from utils.settings.groups import ComputeConfig, EvalConfig, LoraConfig, RunConfig, TrainConfig, UpdateConfig
 from utils.settings.options import group, option
 
 LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # metrics of the learner that are logged

@@ -1,5 +1,6 @@
 """Base class of environments: numbered problems, and rewards for replies or for episodes."""
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,6 +251,17 @@ def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
     """Returns the form of answers that messages show; empty if they show none."""
     text = "".join(message["content"] for message in messages)
     return next((form for form, start in ANSWER_STARTS.items() if start.strip(" {") in text), "")
+
+
+def choose_split(identity: str, one_in: int) -> str:
+    """Returns the split of a problem, by a digest of the text that must not be in two of them.
+
+    One in `one_in` (2 or more) is for test, half as many are for valid.
+    """
+    digest = zlib.crc32(identity.encode())
+    if digest % one_in == 0:
+        return "test"
+    return "valid" if digest % (2 * one_in) == 1 else "train"
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:

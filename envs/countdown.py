@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 
-from envs.base import Env, Problem, check_choice
-from envs.data.splits import choose_split
+from envs.base import Env, Problem, check_choice, choose_split
 from envs.grading.answers import extract_answer, parse_arithmetic
 from utils.settings.errors import UserError
 

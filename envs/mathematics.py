@@ -7,7 +7,8 @@ from envs.base import check_choice
 from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
 from envs.data.rows import RawRow, Row, Source, find_local, load_rows, text_answer, text_prompt
 from envs.data.splits import remove_overlap, select_split
-from envs.grading.answers import extract_boxed, same_math
+from envs.grading.answers import extract_boxed
+from envs.grading.equality import same_math
 from utils.settings.errors import UserError, check_installed
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"

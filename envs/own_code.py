@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, SupportsFloat
 
+from utils.processes import ROOT
 from utils.settings.errors import UserError, most_similar
 
-ROOT = Path(__file__).resolve().parents[1]
 LOADED: dict[Path, tuple[str, int]] = {}  # by file: the module's name, and when the file was changed
 LMPO = ("core", "envs", "models", "recipes", "utils")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in names of environment variables

@@ -18,8 +18,7 @@ from core.sampler import Sampler
 from extras import population
 from extras.members import SharedSampler, join_members, with_members
 from models.checkpoint import load_policy
-from models.lora import LoraConfig, make_policy
-from models.names import LORA_B
+from models.names import LORA_B, make_policy
 from models.pages import Paging
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, arguments
@@ -28,6 +27,7 @@ from utils.devices.sharding import single_device
 from utils.evaluation.estimates import mean_over_runs
 from utils.settings.config import parse
 from utils.settings.errors import UserError
+from utils.settings.groups import LoraConfig
 
 near = np.testing.assert_allclose
 

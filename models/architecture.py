@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models.attention import choose_kernel
-from models.deltanet import DeltaShape
 from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, LayerNumbers, decode_axes, is_matrix
 from models.rotary import Scaling
 from utils.settings.errors import UserError
@@ -44,6 +43,36 @@ NORMS = {  # names of a layer's norms: before and after attention, before and af
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     ),
 }  # fmt: skip
+
+
+class DeltaShape(NamedTuple):
+    """Sizes of a Gated DeltaNet layer."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of the key heads: adjacent ones share one
+    key_channels: int
+    value_channels: int
+    kernel: int  # tokens that the convolution reads
+
+    @property
+    def key_width(self) -> int:
+        """Channels of the keys of all heads."""
+        return self.num_key_heads * self.key_channels
+
+    @property
+    def value_width(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_value_heads * self.value_channels
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers in the memories of a row."""
+        return self.value_width * self.key_channels
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from models.files import (
     new_folder,
     write_tensors,
 )
-from models.lora import LoraConfig, adapter_table, init_adapters, merge_stacked, quantize_layer
 from models.memory import USABLE
 from models.names import (
     EMBED,
@@ -47,13 +46,16 @@ from models.names import (
     decode_axes,
     dtype_of,
 )
-from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
 from utils.devices.memory import host_views
 from utils.devices.runtime import cuda_capability, set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.files import write_json
 from utils.settings.errors import UserError, most_similar
+from utils.settings.groups import LoraConfig
+
+if TYPE_CHECKING:
+    from models.peft import AdapterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT_NAMES = ("coder-0.5b", "smollm2-135m")  # models that runs/real_model.py writes
@@ -72,7 +74,7 @@ class ModelFolder(NamedTuple):
     tokenizer: Tokenizer
     read: Read  # slices of tensors by name
     dtype: str  # dtype of the parameters
-    adapters: AdapterConfig | None  # settings of adapters over the model
+    adapters: "AdapterConfig | None"  # settings of adapters over the model
 
 
 def open_model(
@@ -84,7 +86,7 @@ def open_model(
 ) -> ModelFolder:
     """Returns a folder whose files can be read. Raises: UserError as `load_model`."""
     folder = find_model(path_or_hub_id)
-    adapters = read_adapters(folder)
+    adapters = find_adapters(folder)
     if adapters:
         try:
             folder = find_model(adapters.base)
@@ -132,6 +134,9 @@ def load_model(
     model = source.model
     params = load_params(source, layout)
     if source.adapters:
+        from models.lora import merge_stacked
+        from models.peft import load_adapters
+
         adapters = load_adapters(source.adapters, model)
         adapters = lay_out_adapters(model, adapters, layout) if layout else adapters
         params = merge_stacked(model, params, adapters)
@@ -158,15 +163,19 @@ def load_policy(
     if not config.lora_rank:
         model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)
         return model, {}, params, tokenizer
-    if adapters := read_adapters(find_model(path_or_hub_id)):
+    if adapters := find_adapters(find_model(path_or_hub_id)):
         config = adapters.settle(config)
     overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha", "base_dtype")}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
     base = base or load_base(source, layout)
     if source.adapters:
+        from models.peft import load_adapters
+
         adapters = load_adapters(source.adapters, model)
     else:
+        from models.lora import init_adapters
+
         adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
     model = replace(model, merges_adapters=is_merged(config, base, layout))
     return model, base, lay_out_adapters(model, adapters, layout), source.tokenizer
@@ -225,6 +234,15 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         return download(name)
     except ValueError as error:
         raise UserError(f"{missing}, and {error}") from error
+
+
+def find_adapters(folder: Path) -> "AdapterConfig | None":
+    """Returns the settings of the adapters in a PEFT folder; None if it holds a model. Raises: as `read_adapters`."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    from models.peft import read_adapters
+
+    return read_adapters(folder)
 
 
 def model_steps(run: Path) -> list[int]:
@@ -363,7 +381,11 @@ def load_base(source: ModelFolder, layout: Layout) -> Weights:
     layers = []
     for i, specs in enumerate(table.pop(LAYERS)):
         layer = {name: load_weight(source, layout, layer_tensor(i, name), spec) for name, spec in specs.items()}
-        layers.append(quantize_layer(layer) if source.model.base_dtype else layer)
+        if source.model.base_dtype:
+            from models.lora import quantize_layer
+
+            layer = quantize_layer(layer)
+        layers.append(layer)
     base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()} | {LAYERS: layers}
     layout.check_mesh_axes(base, ["tp"])  # fsdp cuts rows only
     return base
@@ -515,6 +537,8 @@ def take_layer(layers: LayerParams, rows: Mapping[str, Int[Array, ""]]) -> Layer
 
 def lay_out_adapters(model: Decoder, adapters: Adapters, layout: Layout) -> Adapters:
     """Returns adapters on the devices, as sampling and updates read them: whole but for tp."""
+    from models.lora import adapter_table
+
     table = adapter_table(model, next(iter(adapters.values())).shape[-2])
     laid_out = {}
     for name, x in adapters.items():

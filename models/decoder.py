@@ -23,15 +23,15 @@ from models.attention import (
     View,
     train_attention,
 )
-from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
 from models.distribution import Distribution, TokenOutputs
 from models.logits import LMHeads, TargetColumns, chunked_outputs, project
-from models.lora import adapt, with_adapters
 from models.names import (
+    ADAPTERS,
     CRITIC,
     EMBED,
     HEAD,
     LAYERS,
+    LORA_A,
     NORM,
     SCALE,
     TEACHER,
@@ -46,6 +46,7 @@ from models.names import (
     Params,
     Policy,
     PolicyParams,
+    RecurrentState,
     Route,
     Weights,
     decode_axes,
@@ -139,7 +140,10 @@ def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Arr
     y = rows @ matrix.astype(x.dtype)
     if name + SCALE in layer:
         y = y * layer[name + SCALE].astype(x.dtype)
-    y = adapt(layer, name, rows, y)
+    if name + LORA_A in layer:
+        from models.lora import adapt
+
+        y = adapt(layer, name, rows, y)
     y = y.reshape(*x.shape[:-1], -1)
     if f"{name}.bias" in layer:
         y = y + layer[f"{name}.bias"].astype(x.dtype)
@@ -185,9 +189,10 @@ def gated_deltanet(
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
-    Padding right of a row's last token leaves the state as it is. Source: transformers,
-    modeling_qwen3_5.py.
+    Padding right of a row's last token leaves the state as it is. Source: transformers, modeling_qwen3_5.py.
     """
+    from models.deltanet import causal_conv, delta_inputs, delta_rule, gated_norm
+
     qkv, gate, write, step = (linear(layer, f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
     if is_token is not None:
         qkv = jnp.where(is_token[..., None], qkv, 0)
@@ -303,7 +308,10 @@ def forward(
 
     With a packing, only its tokens are computed, and returned in its order [S, M, D].
     """
-    params = with_adapters(model, params)
+    if ADAPTERS in params:
+        from models.lora import with_adapters
+
+        params = with_adapters(model, params)
     inputs = LayerInputs(pack_ids(tokens, packing), None, packing)
     weights, table = weights_of(model, params, EMBED, LAYERS)
     return on_each(model.mesh, partial(apply_layers, model), weights, inputs, table)
@@ -335,6 +343,8 @@ def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs)
         kind = model.kinds[number]
         layer = gather_layer(model, layers, number)
         if kind == LINEAR:
+            from models.deltanet import init_state
+
             state = init_state(model.delta, num_rows, x.dtype)
             mixer = partial(gated_deltanet, model, state, packing=packing)
         else:
@@ -524,7 +534,10 @@ def token_outputs(
     values = None
     if CRITIC in params:
         values = target_states(state_values(model, params[CRITIC], tokens, packing), packing)
-    params = with_adapters(model, params)
+    if ADAPTERS in params:
+        from models.lora import with_adapters
+
+        params = with_adapters(model, params)
     columns = {}
     for name, x in (extras or {}).items():
         of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape) if x.ndim < 3 else x

@@ -16,51 +16,14 @@ from einops import rearrange
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from models.names import Array
+from models.architecture import DeltaShape
+from models.names import Array, Memory, RecurrentState
 from utils.batching import power_above
 from utils.devices.sharding import constrain
 
 CHUNK = 64  # tokens that are computed by matrix products, from one memory to the next; a power of two
 EPS = 1e-6  # added to the squared length of queries and keys
-Memory = Float[Array, "B H C E"]
 ValueHeads = Float[Array, "B H T E"]
-
-
-class DeltaShape(NamedTuple):
-    """Sizes of a Gated DeltaNet layer."""
-
-    num_key_heads: int
-    num_value_heads: int  # a multiple of the key heads: adjacent ones share one
-    key_channels: int
-    value_channels: int
-    kernel: int  # tokens that the convolution reads
-
-    @property
-    def key_width(self) -> int:
-        """Channels of the keys of all heads."""
-        return self.num_key_heads * self.key_channels
-
-    @property
-    def value_width(self) -> int:
-        """Channels of the values of all heads."""
-        return self.num_value_heads * self.value_channels
-
-    @property
-    def conv_width(self) -> int:
-        """Channels of the convolution: queries, keys, values."""
-        return 2 * self.key_width + self.value_width
-
-    @property
-    def memory_size(self) -> int:
-        """Numbers in the memories of a row."""
-        return self.value_width * self.key_channels
-
-
-class RecurrentState(NamedTuple):
-    """State of a layer behind the last token of each row, instead of a cache of keys and values."""
-
-    columns: Float[Array, "B W F"]  # inputs of the convolution: those of the last tokens
-    memory: Memory  # float32
 
 
 class DeltaInputs(NamedTuple):

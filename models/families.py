@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.architecture import FULL, LINEAR, NO_ROPE, SLIDING, Decoder
-from models.deltanet import DeltaShape
+from models.architecture import FULL, LINEAR, NO_ROPE, SLIDING, Decoder, DeltaShape
 from models.rotary import Scaling
 from models.tokenizer import Tokenizer
 from utils.settings.errors import UserError

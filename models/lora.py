@@ -8,7 +8,6 @@ Letters: L layers, E experts, r rank.
 """
 
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -34,49 +33,6 @@ from models.names import (
     decode_axes,
     is_matrix,
 )
-from utils.settings.errors import UserError
-from utils.settings.options import option
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Adapters (LoRA)."""
-
-    lora_rank: int = option(
-        0,
-        "Rank of LoRA adapters, trained while the model's own weights stay frozen; 0: train all parameters. For RL "
-        "ranks 1 to 32 suffice, with about 10 times the --lr. If --model_dir holds adapters, their rank is used",
-        essential=True,
-    )
-    lora_alpha: float = option(
-        32.0,
-        "Scale alpha of the adapters; their output is multiplied by alpha / rank. If --model_dir holds adapters, the "
-        "alpha saved with them is used",
-    )
-    lora_merge: str = option(
-        "auto",
-        "Weights that sample; always: a copy of the base with the adapters added, made once a step; never: base and "
-        "adapters, computed side by side for each token; auto: a copy if memory has room for it",
-        ["auto", "always", "never"],
-    )
-    base_dtype: str = option(
-        "",
-        "Data type of the frozen weights below adapters; int8: with a scale for each output channel, in sampling and "
-        "updates alike; empty: as --dtype",
-        ["", "int8"],
-    )
-
-    def __post_init__(self):
-        if self.lora_rank < 0 or self.lora_alpha <= 0:
-            raise UserError(
-                "--lora_rank must not be negative, and --lora_alpha must be above 0: raise the one that is lower"
-            )
-        if self.base_dtype and not self.lora_rank:
-            raise UserError(f"--base_dtype {self.base_dtype} is for weights that are not trained: give --lora_rank")
-        if self.base_dtype and self.lora_merge == "always":
-            raise UserError(
-                "--base_dtype int8 cannot hold the sum that --lora_merge always makes: leave one of the two out"
-            )
 
 
 def adapted_layers(model: Decoder) -> dict[str, list[int]]:
@@ -124,11 +80,6 @@ def init_adapters(model: Decoder, rank: int, key: Key) -> Adapters:
     return adapters
 
 
-def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
-    """Returns the policy of what is trained: adapters over a base, or, if there is no base, all parameters."""
-    return base | {ADAPTERS: trained} if base else trained
-
-
 def layer_adapters(model: Decoder, adapters: Adapters) -> list[LayerParams]:
     """Returns the adapters of each layer, B transposed, as the matrices are, and times alpha / r."""
     layers = [{} for _ in model.kinds]
@@ -154,19 +105,14 @@ def split_policy(policy: Policy) -> tuple[Weights, Adapters]:
 
 
 def with_adapters(model: Decoder, policy: Policy) -> Policy:
-    """Returns the weights of a policy with its adapters in its layers; parameters without any as they are."""
-    if ADAPTERS not in policy:
-        return policy
+    """Returns the weights of a policy with its adapters in its layers."""
     base, adapters = split_policy(policy)
     return attach(base, layer_adapters(model, adapters))
 
 
 def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
-    """Returns `y`, the products of rows with a matrix, plus those with its adapter if there is one."""
-    A = layer.get(name + LORA_A)
-    if A is None:
-        return y
-    B = layer[name + LORA_B]
+    """Returns `y`, the products of rows with a matrix, plus those with its adapter."""
+    A, B = layer[name + LORA_A], layer[name + LORA_B]
     states = rows @ A.astype(y.dtype).T
     if MEMBERS in layer:
         is_own = jnp.repeat(layer[MEMBERS], len(rows) // len(layer[MEMBERS]), axis=0)
@@ -221,3 +167,7 @@ def quantize(matrix: Array, inputs: int) -> tuple[Array, Array]:
     """
     scale = jnp.maximum(jnp.abs(matrix).max(inputs, keepdims=True), 1e-30).astype(jnp.float32) / 127
     return jnp.round(matrix.astype(jnp.float32) / scale).astype(jnp.int8), scale
+
+
+jit_layer_adapters = jax.jit(layer_adapters, static_argnums=0)
+jit_merge = jax.jit(merge)

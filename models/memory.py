@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 
 from models.architecture import LINEAR, Decoder, is_spec
 from models.attention import SKIPPING
-from models.deltanet import CHUNK
 from models.names import LAYERS, Array
 from models.pages import Paging, page_bytes
 from utils.batching import MicrobatchShape, choose_shapes, power_above
@@ -187,6 +186,8 @@ def mixer_activations(model: Decoder, kind: str, width: int) -> tuple[int, int]:
         num_queries = (1 + model.output_gate) * model.num_attention_heads
         scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
         return (num_queries + 2 * model.num_key_value_heads) * model.head_dim, scores
+    from models.deltanet import CHUNK
+
     shape = model.delta
     # Fitted to float32 programs that XLA:CPU compiled, 8 heads of 64 channels: from 0.9 to 1.2 of what they take. Those
     # of Qwen3.5-4B in bfloat16 for an H200 take twice as much (bench/compiled.py).

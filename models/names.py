@@ -1,5 +1,7 @@
 """Names of parameters and types of arrays: a leaf that imports nothing of the project."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jax.typing import DTypeLike
@@ -48,6 +50,7 @@ Hidden = Float[Array, "B T D"]  # states between two layers
 Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
 LayerNumbers = tuple[int | Array, ...]  # traced if they are arguments of jit
 Extras = dict[str, Array]  # arrays of rows or their tokens, by name: see EXTRAS in core/records.py
+Memory = Float[Array, "B H C E"]  # of a Gated DeltaNet: see models/deltanet.py
 
 # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LayerParams = dict[str, Array]
@@ -56,3 +59,15 @@ Params = dict[str, Array | LayerParams | PolicyParams]  # params[CRITIC] is a se
 Weights = dict[str, Array | list[LayerParams]]  # what sampling reads: cast, layers as a list, matrices transposed
 Adapters = dict[str, Array]  # {"mlp.up_proj.lora_A.weight": [L, r, D], "mlp.up_proj.lora_B.weight": [L, F, r], ...}
 Policy = dict[str, Array | LayerParams | list[LayerParams] | Adapters]  # Params, or Weights with Adapters
+
+
+def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
+    """Returns the policy of what is trained: adapters over a base, or, if there is no base, all parameters."""
+    return base | {ADAPTERS: trained} if base else trained
+
+
+class RecurrentState(NamedTuple):
+    """State of a layer behind the last token of each row, instead of a cache of keys and values."""
+
+    columns: Float[Array, "B W F"]  # inputs of the convolution: those of the last tokens
+    memory: Memory  # float32

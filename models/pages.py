@@ -21,8 +21,7 @@ from jaxtyping import Float, Int, PyTree, Shaped
 
 from models.architecture import LINEAR, Decoder
 from models.attention import KeyHeads, LayerCache, QuantizedKV, RowHeads, View, decode_attention, quantize_kv
-from models.deltanet import RecurrentState, init_state
-from models.names import Array
+from models.names import Array, RecurrentState
 from utils.batching import power_above, round_up
 from utils.devices.runtime import cuda_capability
 from utils.devices.sharding import ROWS, Layout, on_devices, on_each
@@ -101,6 +100,8 @@ def new_state(model: Decoder, layout: Layout, num_pages: int, page: int, num_slo
         return zeros(model.dtype, *shape, 2 * K, stored_channels(model), axes=axes)
 
     def new_slots() -> RecurrentState:
+        from models.deltanet import init_state
+
         shapes = jax.eval_shape(lambda: init_state(model.delta, num_slots, model.dtype))
         columns = zeros(shapes.columns.dtype, *shapes.columns.shape, axes=(None, "heads"))
         return RecurrentState(columns, zeros(shapes.memory.dtype, *shapes.memory.shape, axes=("heads",)))

@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from models.architecture import Decoder
 from models.families import module_names, tensor_name
 from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder, write_tensors
-from models.lora import LoraConfig, adapted_layers, adapter_table
+from models.lora import adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer, read_json
 from utils.files import write_json
 from utils.settings.errors import UserError
+from utils.settings.groups import LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -73,14 +74,12 @@ class AdapterConfig(NamedTuple):
         return LoraConfig(**(vars(config) | self.options | given))
 
 
-def read_adapters(folder: Path) -> AdapterConfig | None:
-    """Reads a folder's adapter_config.json, and the names and shapes of its tensors; None if it holds a model.
+def read_adapters(folder: Path) -> AdapterConfig:
+    """Reads a folder's adapter_config.json, and the names and shapes of its tensors.
 
     Raises: UserError if they are malformed, or a field has a value that is not supported.
     """
     file, weights = folder / ADAPTER_CONFIG, folder / WEIGHTS
-    if not file.is_file():
-        return None
     config = read_json(file)
     for name, value in config.items():
         is_off = value in (None, False, "", [], {})

@@ -4,7 +4,6 @@ import numpy as np
 from jaxtyping import Int
 
 from models.architecture import Decoder
-from models.lora import adapter_parameters
 from models.names import Array
 
 # Nominal speeds by kind of device: bfloat16 FLOP/s without sparsity, sums in float32; bytes/s of its memory. Source:
@@ -48,7 +47,11 @@ def training_flops(
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim
     head = model.vocab_size * model.hidden_size
     factor = 4 if model.lora_rank else 6
-    products = factor * (model.num_matrix_parameters - head) + 6 * adapter_parameters(model)
+    products = factor * (model.num_matrix_parameters - head)
+    if model.lora_rank:
+        from models.lora import adapter_parameters
+
+        products += 6 * adapter_parameters(model)
     attention = 6 * width * lengths.astype(np.float64) ** 2
     memory_size = model.delta.memory_size if model.delta else 0
     recurrence = 18 * model.num_linear_layers * memory_size * lengths

@@ -18,8 +18,7 @@ from safetensors.numpy import load_file, save_file
 from core import grpo
 from core.config import Config
 from core.sampler import Launched, Scheduler
-from models.architecture import FULL, LINEAR, Decoder, is_spec
-from models.deltanet import DeltaShape
+from models.architecture import FULL, LINEAR, Decoder, DeltaShape, is_spec
 from models.names import EMBED, HEAD, Params
 from models.tokenizer import Tokenizer
 from tests.kill_runs import arguments

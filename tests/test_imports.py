@@ -60,7 +60,7 @@ LAW = {
     "recipes": ("recipes", "envs", *TASKS),  # environments, named in envs/__init__.py
     "recipes.games.make_player": ("recipes.games", "runs", "envs", *BELOW),
     "recipes.games.preset": ("configs",),
-    "recipes.preferences": ("recipes.preferences", "core", "envs", *BELOW),
+    "recipes.preferences": ("recipes.preferences", "recipes.offline.stored", "core", "envs", *BELOW),
     "recipes.agents": ("recipes.agents", "core", "envs", *BELOW),
     "recipes.agents.agent": ("recipes.agents.keeper", "envs", *TASKS),
     "recipes.agents.keeper": ("envs", *TASKS),  # a process that does not start JAX, as that of the environment
@@ -69,6 +69,7 @@ LAW = {
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "extras": ("extras", "core", "envs", *BELOW),
+    "extras.replay": ("extras", "recipes.offline.stored", "core", "envs", *BELOW),
     "runs": ("runs", "core", "envs", *BELOW),
     "bench": ("bench", "extras", "recipes", "runs", "core", "envs", *BELOW),
 }

@@ -22,7 +22,6 @@ from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from models.architecture import Decoder
 from models.checkpoint import layer_rows, take_layer
-from models.lora import attach, split_policy
 from models.names import ADAPTERS, LAYERS, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
@@ -79,10 +78,12 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
     if ADAPTERS not in params:
         policy = {name: params[name] for name in model.parameter_table()}
         return (yield sampling.decode_weights, (model, sampler.layout, policy, model.layer_numbers))
+    from models.lora import attach, jit_layer_adapters, jit_merge, split_policy
+
     base, adapters = split_policy(params)
-    weights = attach(base, (yield sampling.layer_adapters, (model, adapters)))
+    weights = attach(base, (yield jit_layer_adapters, (model, adapters)))
     if model.merges_adapters:
-        weights = yield sampling.merge, (weights,)
+        weights = yield jit_merge, (weights,)
     return weights
 
 

@@ -12,7 +12,6 @@ from envs.base import Env
 from envs.prompts import Encode
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON, read_json
-from utils.runs.resume import refuse_changes
 from utils.settings.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str, old
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
+    from utils.runs.resume import refuse_changes
+
     old = read_json(before) if before.exists() else {}
     lines = [f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new]
     advice = f"use the old {old_ones}, --resume force, or another --save_dir"

@@ -7,6 +7,7 @@ state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 
 import contextlib
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Mapping
@@ -15,15 +16,12 @@ from typing import Protocol
 
 from core.run.card import find_version
 from core.run.fingerprints import compare_processes, compare_runs
-from models.checkpoint import find_local, resolve_model_dir
-from models.peft import read_adapters
+from models.checkpoint import find_adapters, find_local, resolve_model_dir
 from models.tokenizer import date_prompts
 from utils.devices.sharding import Layout
 from utils.files import write_json
-from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin, RunSegment, now, read_settings
-from utils.runs.resume import check_settings
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
@@ -56,7 +54,11 @@ class RunFolder:
         save_dir = self.config.save_dir
         try:
             folder = save_dir or make_default_folder(name, layout)
-            self.path = local_folder(folder)
+            self.path = Path(os.path.expanduser(folder)).absolute()
+            if is_bucket(folder):
+                from utils.runs.bucket import Bucket, local_folder
+
+                self.path = local_folder(folder)
             is_new = not save_dir or not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -84,6 +86,8 @@ class RunFolder:
         before, self.fingerprints = {}, dict(fingerprints)
         self.changes: list[str] = []  # by --resume force, in words
         if is_resumed:
+            from utils.runs.resume import check_settings
+
             config_json = self.path / "config.json"
             _, before = read_settings(config_json)
             self.changes += check_settings(config_json, self.settings, self.config.resume, self.options)
@@ -132,6 +136,13 @@ class RunFolder:
             print(*map(hide_passwords, lines), sep="\n", flush=True)
 
 
+def is_bucket(name: str) -> bool:
+    """True if a --save_dir names a bucket. Raises: UserError for another kind of address."""
+    if "://" in name and not name.startswith(("gs://", "s3://")):
+        raise UserError(f"--save_dir {name}: name a folder, or a bucket by gs:// or s3://")
+    return "://" in name
+
+
 def make_default_folder(name: str, layout: Layout) -> str:
     """Makes a new folder runs/<name>-<time>, with -2, -3, ... at its end if it exists; returns its name.
 
@@ -161,7 +172,7 @@ def settings_of_adapters(options: Mapping[str, Value]) -> Preset:
     than the folder's.
     """
     folder = find_local(resolve_model_dir(str(options["model_dir"]))) if "model_dir" in options else None
-    adapters = read_adapters(folder) if folder else None
+    adapters = find_adapters(folder) if folder else None
     if not adapters or options.get("lora_rank") == 0:
         return {}
     adapters.check_options(options)

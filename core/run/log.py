@@ -43,8 +43,7 @@ class Log:
         self.step_start = 0.0  # by the clock
         self.ahead: list[dict] = []  # programs that were compiled ahead, until the first metrics count them
         self.logger: Logger | None = None  # in the main process
-        self.stack = contextlib.ExitStack()
-        self.trace = contextlib.ExitStack()  # of jax.profiler
+        self.stack, self.trace = contextlib.ExitStack(), contextlib.ExitStack()  # the second: of jax.profiler
 
     def open(self, tokenizer: Tokenizer, resume_step: int, num_steps: int) -> None:
         """Opens the files; those of a run that is resumed lose what came after the step."""
@@ -113,7 +112,7 @@ class Log:
     def note(self, step: int, metric: str, text: str, is_warning: bool = False) -> None:
         """Marks a step on the curve of a metric in the report; prints a warning, too."""
         if self.logger:
-            (self.logger.warn if is_warning else self.logger.note)(step, metric, text)
+            self.logger.note(step, metric, text, is_warning)
 
     def end_step(self) -> None:
         """Counts a step, and drops compiled programs if there are too many for the process."""
@@ -133,7 +132,8 @@ class Log:
         first_rows = [row for row in rows if row["group"] < NUM_GROUPS]
         if is_shown:
             self.print_rollout(f"step {step}", episodes)
-            self.logger.rollouts(step, first_rows)
+            for sink in self.logger.sinks:
+                sink.attempt("log_rollouts", step, first_rows)
         if kind == "all":
             write_arrays(self.file(f"rollouts/step_{step}.npz"), rollout_arrays(episodes, group_size))
         if kind != "none":
@@ -169,7 +169,7 @@ class Log:
         path, arrays = self.file(f"bad_batches/{number}.npz"), vars(batch) | batch.extras
         write_arrays(path, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
         text = f"an update was skipped, since its loss or gradient is not finite; its batch: {path}"
-        self.logger.warn(self.logger.step + 1, "loss", text)
+        self.logger.note(self.logger.step + 1, "loss", text, is_warning=True)
 
     def file(self, name: str) -> Path:
         """Returns a path in the run folder, whose own folder is there."""

@@ -12,10 +12,9 @@ from core.run.card import ModelCard, generation_settings
 from core.run.folder import RunFolder
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
-from models.checkpoint import find_local, find_model, model_steps, save_model
+from models.checkpoint import find_adapters, find_local, find_model, model_steps, save_model
 from models.memory import gigabytes
 from models.names import CRITIC, LAYERS, Adapters, Params
-from models.peft import read_adapters, save_adapters
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.metrics.curves import read_metrics
@@ -58,7 +57,7 @@ class States:
     def begin(self, model: Decoder, tokenizer: Tokenizer) -> None:
         """Sets the model, and the tokenizer that is saved with it."""
         self.model, self.tokenizer = model, tokenizer
-        adapters = read_adapters(find_model(self.folder.model_dir))
+        adapters = find_adapters(find_model(self.folder.model_dir))
         base = adapters.base if adapters else self.folder.model_dir
         local = find_local(base)
         self.base = str(local.absolute()) if local else base  # PEFT looks in the working directory only
@@ -95,7 +94,11 @@ class States:
         layout, card = self.layout, ""
         if layout.is_main:
             card = self.card.render(progress, read_metrics(self.folder.path / "metrics.jsonl"))
-        save, base = (save_model, ()) if LAYERS in params else (save_adapters, (self.base,))
+        save, base = save_model, ()
+        if LAYERS not in params:
+            from models.peft import save_adapters
+
+            save, base = save_adapters, (self.base,)
         folder = self.folder.path / name
         save(folder, self.model, params, self.tokenizer, *base, layout.fetch, layout.is_main, card)
 

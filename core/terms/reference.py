@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from core.records import Batch, zero_outside_mask
-from models.lora import LORA_B, make_policy
-from models.names import Adapters, Array, Params, Policy, Weights, dtype_of
+from models.names import LORA_B, Adapters, Array, Params, Policy, Weights, dtype_of, make_policy
 from utils.settings.errors import UserError
 from utils.settings.options import option
 

@@ -22,17 +22,6 @@ BETWEEN_LETTERS = re.compile(rf"(?<=(?<!{LETTER}){LETTER})[\s{{}}]+(?={LETTER}(?
 SYMBOL = re.compile(r"\d+|[^\W\d_]+|[^\w\s]|_")  # a number, a word, or one other character
 
 
-def choose_split(identity: str, one_in: int) -> str:
-    """Returns the split of a problem, by a digest of the text that must not be in two of them.
-
-    One in `one_in` (2 or more) is for test, half as many are for valid.
-    """
-    digest = zlib.crc32(identity.encode())
-    if digest % one_in == 0:
-        return "test"
-    return "valid" if digest % (2 * one_in) == 1 else "train"
-
-
 def split_rows(
     rows: "list[Row]", one_in: float, tests: "list[Row] | None", by_row: bool = False
 ) -> "dict[str, list[Row]]":

@@ -33,7 +33,8 @@ from envs.data.messages import (
 from envs.data.questions import written_answers, written_trials
 from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
-from envs.grading.answers import FORMS, final_answer, final_reference, same_math
+from envs.grading.answers import FORMS, final_answer
+from envs.grading.equality import final_reference, same_math
 from envs.own.adapters import Adapter, Played
 from envs.own.functions import KeyColumns, RewardFunctions, is_correct
 from envs.own_code import code_files, load_object, read_names

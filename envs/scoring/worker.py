@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from envs import make_env
 from envs.base import NOT_APPLICABLE, Env, Episode, Problem, Reply, Step, limited
-from envs.own_code import ROOT, wrong_return
+from utils.processes import ROOT
 from utils.settings.errors import UserError, on_one_line
 
 MAX_EPISODES = 2048  # episodes that a process keeps: abandoned ones would fill its memory
@@ -247,6 +247,8 @@ def answer(episode: Episode, reply: Reply | None) -> Step:
         return checked_step(limited(step))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         is_act = type(episode).act is not Episode.act
+        from envs.own_code import wrong_return
+
         own = episode.truncate if reply is None else episode.act if is_act else episode.step
         returned, reason = (tuple(step), f" ({error})") if isinstance(step, Step) else (step, "")
         raise wrong_return(own, returned, STEP_FORM + reason) from error

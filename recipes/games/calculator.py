@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from envs.base import DIALECTS, Env, Episode, Problem, check_choice
-from envs.data.splits import choose_split
+from envs.base import DIALECTS, Env, Episode, Problem, check_choice, choose_split
 from envs.grading.answers import final_answer, parse_arithmetic
 from envs.grading.numerals import same_number
 from envs.tools.episode import ToolEpisode, ToolSettings

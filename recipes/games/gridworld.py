@@ -10,8 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from envs.base import Env, Episode, Problem, Step, check_choice
-from envs.data.splits import choose_split
+from envs.base import Env, Episode, Problem, Step, check_choice, choose_split
 from utils.settings.errors import UserError
 
 MOVES = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}  # rows down, columns to the right

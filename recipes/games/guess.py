@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from envs.base import Env, Episode, Problem, Step, check_choice
-from envs.data.splits import choose_split
+from envs.base import Env, Episode, Problem, Step, check_choice, choose_split
 from utils.settings.errors import UserError
 
 NUMBER = re.compile(r"[0-9]{1,9}")

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from envs.base import Env, Episode, Problem, Step, check_choice
-from envs.data.splits import choose_split
+from envs.base import Env, Episode, Problem, Step, check_choice, choose_split
 from utils.settings.errors import UserError
 
 WIN = 1.0  # rewards of x

@@ -9,8 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.base import Env, Episode, Problem, Step, check_choice
-from envs.data.splits import choose_split
+from envs.base import Env, Episode, Problem, Step, check_choice, choose_split
 from utils.settings.errors import UserError
 
 WORDS = Path(__file__).with_name("wordle_words.txt")

@@ -29,9 +29,7 @@ from core.learner import Learner
 from core.records import Batch, Completions, differs
 from core.run.card import DPO
 from core.run.folder import settings_of_adapters
-from core.run.metrics import loss_metrics, row_losses
 from core.run.run import Run
-from core.run.stored import read_episodes
 from core.sft import Demonstrations, SFTConfig, SftOptimizerConfig, main
 from envs.data.messages import Messages
 from envs.data.rows import Row
@@ -40,8 +38,10 @@ from models.checkpoint import find_model, resolve_model_dir
 from models.conversations import Conversation
 from models.state import TrainState
 from models.tokenizer import Tokenizer, load_tokenizer
+from recipes.offline.stored import read_episodes
 from recipes.preferences.pairs import PairConfig
 from utils.devices.startup import ending_together
+from utils.evaluation.losses import loss_metrics, row_losses
 from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.options import group, option

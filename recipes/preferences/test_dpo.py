@@ -24,8 +24,7 @@ from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.conversations import encode_rows
-from models.lora import make_policy
-from models.names import Params
+from models.names import Params, make_policy
 from models.tokenizer import Tokenizer, load_tokenizer
 from recipes.preferences import dpo
 from recipes.preferences.dpo import DPOConfig

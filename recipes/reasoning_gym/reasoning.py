@@ -18,8 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs.base import Env, Problem
-from envs.data.splits import choose_split
+from envs.base import Env, Problem, choose_split
 from envs.grading.answers import extract_answer
 from recipes.reasoning_gym.verifiers import AUDITED, check_release, may_be_verified
 from utils.settings.checks import load_yaml, read_text

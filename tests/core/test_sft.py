@@ -25,7 +25,6 @@ from core.learner import Learner, make_learner
 from core.objectives import set_loss_denominators
 from core.records import Batch
 from core.run.folder import settings_of_adapters, settings_of_model
-from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
 from core.sft import SFTConfig
 from envs import make_env
@@ -34,13 +33,13 @@ from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.conversations import describe_prompts, encode_conversation, encode_rows
-from models.lora import make_policy
-from models.names import Params
+from models.names import Params, make_policy
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import ROOT, rounding, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, difference, records
 from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
+from utils.evaluation.losses import loss_metrics
 from utils.reporting.verdict import judge
 from utils.settings.config import make_config, options_of, parse, to_dict
 from utils.settings.errors import UserError, user_errors

@@ -16,9 +16,8 @@ from core.records import Completions
 from core.sampler import Sampler, SamplingConfig
 from core.slots.table import PageTable, chances_to_go_on
 from models import decoder
-from models.architecture import Decoder
+from models.architecture import Decoder, DeltaShape
 from models.attention import QuantizedKV, View
-from models.deltanet import DeltaShape
 from models.distribution import Distribution
 from models.memory import pages_that_fit
 from models.pages import NOWHERE, Paging, page_bytes, triton

@@ -22,8 +22,8 @@ from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder, is_spec
 from models.checkpoint import save_model
-from models.lora import adapter_parameters, init_adapters, make_policy
-from models.names import CRITIC
+from models.lora import adapter_parameters, init_adapters
+from models.names import CRITIC, make_policy
 from models.speed import PEAKS, training_flops
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT, read_jsonl, slow, train_here

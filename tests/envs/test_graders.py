@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.grading.answers import (
-    FORMS,
-    extract_boxed,
-    final_answer,
-    is_tame,
-    nesting,
-    parse_arithmetic,
-    parse_math,
-    same_math,
-)
+from envs.grading.answers import FORMS, extract_boxed, final_answer, parse_arithmetic
+from envs.grading.equality import is_tame, nesting, parse_math, same_math
 from envs.grading.numerals import parse_number, same_number
 from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
 from envs.scoring.scorer import Scorer

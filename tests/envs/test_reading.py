@@ -13,7 +13,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from envs.data.questions import WRITTEN
-from envs.grading.answers import final_answer, same_math
+from envs.grading.answers import final_answer
+from envs.grading.equality import same_math
 from envs.grading.numerals import same_number
 from tests.helpers import ROOT
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from envs.grading.answers import same_math
+from envs.grading.equality import same_math
 
 RIGHT = {
     "5": [

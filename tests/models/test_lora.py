@@ -24,8 +24,8 @@ from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy
 from models.distribution import Distribution
 from models.files import layer_tensor
-from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
-from models.names import LAYERS, LORA_A, LORA_B, Params
+from models.lora import adapted_layers, merge_stacked
+from models.names import LAYERS, LORA_A, LORA_B, Params, make_policy
 from models.peft import PREFIX, WEIGHTS, save_adapters
 from tests.helpers import random_tokens, read_jsonl, train_here
 from tests.kill_runs import FLAGS, records
@@ -35,6 +35,7 @@ from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
 from utils.settings.errors import UserError
+from utils.settings.groups import LoraConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONFIG = "adapter_config.json"

@@ -8,10 +8,10 @@ import pytest
 from core.terms.reference import copy_policy
 from models.checkpoint import load_model, load_policy
 from models.decoder import cast_params
-from models.lora import LoraConfig
 from models.names import CRITIC
 from models.optimizers import rate_name
 from utils.devices.sharding import single_device
+from utils.settings.groups import LoraConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # A fixture of each family, and the sums of attention and linear attention.

@@ -57,7 +57,7 @@ def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
     readers = (
         lambda: write_report([tmp_path], tmp_path / "report.html"),
         lambda: read_metrics(file),
-        lambda: Logger(tmp_path, resume_step=2).close(),
+        lambda: Logger(tmp_path, resume_step=2).__exit__(),
     )
     for read in readers:
         capsys.readouterr()
@@ -171,6 +171,6 @@ def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):
         assert (event["global_step"], event["metric"]) == (5, "entropy")
         assert event["warning"].startswith("entropy has fallen from 1 to 0.1 nats")
     with Logger(tmp_path, resume_step=4) as logger:
-        logger.warn(logger.step + 1, "loss", "not finite")
+        logger.note(logger.step + 1, "loss", "not finite")
     found = json.loads((tmp_path / "events.jsonl").read_text())["global_step"]
     assert found == 5, "later ones will come again"

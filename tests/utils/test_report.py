@@ -18,12 +18,12 @@ import pytest
 from scipy.stats import binom, ttest_rel
 
 from core.records import Batch, Completions, Episodes, Progress
-from core.run.metrics import loss_metrics, row_losses
 from core.run.report import describe_end
 from core.run.rollouts import rollout_rows, score_arrays
 from extras.compare import main
 from tests.helpers import write_jsonl
 from utils.evaluation.estimates import mean_and_ci
+from utils.evaluation.losses import loss_metrics, row_losses
 from utils.metrics.curves import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.metrics.logger import Logger
 from utils.reporting.page import (

@@ -114,7 +114,8 @@ def test_rollouts_reach_wandb_and_tensorboard(tmp_path):
     row = {"group": 0, "task": np.int64(7), "prompt": "p", "text": text, "return": np.float32(0.5), "finished": True}
     with start(tmp_path, tensorboard=True, wandb_name="x") as logger:
         logger.log(3, {"env/return": 0.5})
-        logger.rollouts(3, [row])
+        for sink in logger.sinks:
+            sink.attempt("log_rollouts", 3, [row])
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
     table = json.loads(table.read_text())
     assert dict(zip(table["columns"], table["data"][0], strict=True)) == row

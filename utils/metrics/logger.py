@@ -99,13 +99,10 @@ class Logger(contextlib.AbstractContextManager):
         except OSError as error:
             raise OSError(f"Cannot write {file.name} ({error.strerror}).") from error
 
-    def warn(self, step: int, metric: str, text: str) -> None:
-        """Prints a warning about a metric, and keeps it in events.jsonl."""
-        print(paint(f"warning: {text}", "33"), flush=True)
-        self.note(step, metric, text)
-
-    def note(self, step: int, metric: str, text: str) -> None:
-        """Keeps a sentence about a metric in events.jsonl, which the report marks on its curve."""
+    def note(self, step: int, metric: str, text: str, is_warning: bool = False) -> None:
+        """Keeps a sentence in events.jsonl, which the report marks on the metric's curve; prints a warning, too."""
+        if is_warning:
+            print(paint(f"warning: {text}", "33"), flush=True)
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -120,7 +117,7 @@ class Logger(contextlib.AbstractContextManager):
             cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
             print("  ".join([held_out, *cells]).rstrip(), flush=True)
         for metric, warning in self.health_checks.find_warnings(step, metrics).items():
-            self.warn(step, metric, warning)
+            self.note(step, metric, warning, is_warning=True)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Returns the seconds of a step and, after the first one, which compiles, those until the end if known."""
@@ -147,21 +144,13 @@ class Logger(contextlib.AbstractContextManager):
         ]
         print(*lines, sep="\n", flush=True)
 
-    def rollouts(self, step: int, rows: Sequence[Mapping[str, Loggable]]) -> None:
-        """Sends example rollouts, rows of rollouts/step_N.jsonl, to the sinks."""
-        for sink in self.sinks:
-            sink.attempt("log_rollouts", step, rows)
-
-    def close(self) -> None:
+    def __exit__(self, *_) -> None:
         """Closes the files and the sinks; a slow network delays this by 90 seconds a sink at most."""
         for file in self.files.values():
             with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `write` raised for
                 file.close()
         for sink in self.sinks:
             sink.attempt("close")
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
 
 def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float]) -> str:

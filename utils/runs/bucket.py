@@ -1,6 +1,5 @@
 """A run folder in a bucket (gs://, s3://), which cannot append to files: the run writes here, and is copied there."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -47,17 +46,9 @@ class Bucket:
             ) from error
 
 
-def is_bucket(name: str) -> bool:
-    """True if a --save_dir names a bucket. Raises: UserError for another kind of address."""
-    if "://" in name and not name.startswith(("gs://", "s3://")):
-        raise UserError(f"--save_dir {name}: name a folder, or a bucket by gs:// or s3://")
-    return "://" in name
-
-
 def local_folder(name: str) -> Path:
-    """Returns the folder of a run on this machine: of that name, or runs/gs/bucket/name for gs://bucket/name."""
-    folder = Path("runs") / name.replace("://", "/") if is_bucket(name) else Path(os.path.expanduser(name))
-    return folder.absolute()
+    """Returns the folder of a run on this machine: runs/gs/bucket/name for gs://bucket/name."""
+    return (Path("runs") / name.replace("://", "/")).absolute()
 
 
 def copy_file(source: epath.Path, target: epath.Path) -> None:

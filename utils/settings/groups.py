@@ -191,3 +191,44 @@ class RunConfig(SinkConfig):
             parse_rules(self.stop_at)
         if min(self.save_interval, self.keep) < 0:
             raise UserError("--save_interval and --keep must not be negative: raise the one that is")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters (LoRA)."""
+
+    lora_rank: int = option(
+        0,
+        "Rank of LoRA adapters, trained while the model's own weights stay frozen; 0: train all parameters. For RL "
+        "ranks 1 to 32 suffice, with about 10 times the --lr. If --model_dir holds adapters, their rank is used",
+        essential=True,
+    )
+    lora_alpha: float = option(
+        32.0,
+        "Scale alpha of the adapters; their output is multiplied by alpha / rank. If --model_dir holds adapters, the "
+        "alpha saved with them is used",
+    )
+    lora_merge: str = option(
+        "auto",
+        "Weights that sample; always: a copy of the base with the adapters added, made once a step; never: base and "
+        "adapters, computed side by side for each token; auto: a copy if memory has room for it",
+        ["auto", "always", "never"],
+    )
+    base_dtype: str = option(
+        "",
+        "Data type of the frozen weights below adapters; int8: with a scale for each output channel, in sampling and "
+        "updates alike; empty: as --dtype",
+        ["", "int8"],
+    )
+
+    def __post_init__(self):
+        if self.lora_rank < 0 or self.lora_alpha <= 0:
+            raise UserError(
+                "--lora_rank must not be negative, and --lora_alpha must be above 0: raise the one that is lower"
+            )
+        if self.base_dtype and not self.lora_rank:
+            raise UserError(f"--base_dtype {self.base_dtype} is for weights that are not trained: give --lora_rank")
+        if self.base_dtype and self.lora_merge == "always":
+            raise UserError(
+                "--base_dtype int8 cannot hold the sum that --lora_merge always makes: leave one of the two out"
+            )

@@ -694,7 +694,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
     monkeypatch.setattr(run_folder, "is_bucket", lambda name: name == str(bucket))
     for name, max_steps in zip(names, (4, STEPS), strict=True):
         # Each machine has its own local folder.
-        monkeypatch.setattr(run_folder, "local_folder", lambda _, name=name: tmp_path / name)
+        monkeypatch.setattr("utils.runs.bucket.local_folder", lambda _, name=name: tmp_path / name)
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
     assert records(tmp_path / "there") == records(whole)
