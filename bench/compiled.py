@@ -51,7 +51,7 @@ from core import learner
 from core.config import Config
 from core.extensions import teacher as teachers
 from core.extensions.programs import page_programs, update_programs
-from core.extensions.teacher import TaughtLearner
+from core.extensions.teacher import TaughtLearner, second_layout
 from core.learner import Learner
 from core.sampler import Sampler, SamplingConfig, decode_pages
 from core.slots.prefill import prefill_pages
@@ -68,7 +68,6 @@ from models.memory import (
     fit_memory,
     measure_sizes,
     rows_that_fit,
-    second_layout,
     update_bytes,
 )
 from models.names import (

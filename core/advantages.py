@@ -18,7 +18,6 @@ from core.terms.critic import CriticConfig, generalized_advantages
 from core.terms.reference import KLConfig, kl_penalty
 from core.terms.reward_parts import PartsConfig, by_part, check_parts, part_rewards
 from core.terms.shaping import ShapingConfig, shape_advantages
-from core.terms.turn_rewards import by_turn, turn_returns
 from utils.batching import select_rows
 from utils.settings.errors import refuse
 from utils.settings.options import group, option
@@ -98,6 +97,20 @@ def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfi
     return generalized_advantages(batch, penalty, config.critic)
 
 
+def turn_mean(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
+    """Advantage of the turns of each number, by `group_mean`."""
+    from core.terms.turn_rewards import of_turns
+
+    return of_turns(group_mean, rewards, batch, config)
+
+
+def turn_zscore(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
+    """Advantage of the turns of each number, by `group_zscore`."""
+    from core.terms.turn_rewards import of_turns
+
+    return of_turns(group_zscore, rewards, batch, config)
+
+
 # Methods that compare the rollouts of a group. A group of equal rewards has no signal, and the group filter drops it.
 GROUP_ADVANTAGES = {
     "group_zscore": group_zscore,
@@ -108,7 +121,7 @@ GROUP_ADVANTAGES = {
     "best_k": best_k,
 }
 # These compare the turns of the same number in a group, or each part of the reward.
-TURN_ADVANTAGES = {"turn_mean": by_turn(group_mean), "turn_zscore": by_turn(group_zscore)}
+TURN_ADVANTAGES = {"turn_mean": turn_mean, "turn_zscore": turn_zscore}
 PART_ADVANTAGES = {"gdpo": by_part(group_zscore)}
 # These do not compare within a group, so groups of one work. The group filter drops only groups of reinforce whose
 # rewards are all 0.
@@ -183,6 +196,8 @@ def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray,
     """Returns the rewards that the method compares: K = 1, those from each of K turns on, or those of K parts."""
     rewards = np.float32(batch.rewards)[None]
     if config.advantage in TURN_ADVANTAGES and batch.token_rewards is not None:
+        from core.terms.turn_rewards import turn_returns
+
         rewards = turn_returns(batch)
     if config.advantage in PART_ADVANTAGES:
         rewards = part_rewards(batch, config.parts)

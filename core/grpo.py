@@ -42,7 +42,6 @@ from core.run.folder import settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from core.run.report import describe_steps
 from core.run.run import STOPPED, Run
-from core.terms.turn_rewards import token_rewards
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy
@@ -241,6 +240,11 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
     completions = episodes.completions
     rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])[episodes.rollout]
     parts = episodes.scores if config.objective.parts.reward_parts else {}
+    by_token = None
+    if episodes.turn_rewards:
+        from core.terms.turn_rewards import token_rewards
+
+        by_token = token_rewards(episodes, rewards)
     return Batch(
         tokens=completions.tokens,
         mask=completions.mask,
@@ -252,7 +256,7 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         support=completions.support,
         routes=completions.routes,
         rollout=episodes.rollout,
-        token_rewards=token_rewards(episodes, rewards) if episodes.turn_rewards else None,
+        token_rewards=by_token,
         reward_parts={name: scores[episodes.rollout] for name, scores in parts.items()},
         extras=episodes.extras,
         group_size=config.update.group_size,

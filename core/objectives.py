@@ -17,9 +17,8 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
-from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
+from core.records import TEACHER_COEFFICIENTS, Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.terms.corrections import CorrectionConfig, token_weights
-from core.terms.distill import TEACHER_COEFFICIENTS, distillation
 from core.terms.ratios import ratio_metrics, sampler_metrics
 from core.terms.reference import reference_kl
 from models.distribution import TokenOutputs
@@ -207,6 +206,8 @@ def policy_loss(outputs: TokenOutputs, batch: Batch, config: LossConfig) -> tupl
         if config.kl_in == "loss":
             loss += config.kl_coef * sum_over_rows(kl, batch, batch.denominator)
     if TEACHER_COEFFICIENTS in batch.extras:
+        from core.terms.distill import distillation
+
         metrics |= distillation(outputs, batch)
         loss += metrics["distill/loss"]
     metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)

@@ -23,6 +23,7 @@ from utils.metrics.jsonl import JSON
 
 # Arrays [B], [B, T] or [B, T, D]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.
 EXTRAS: dict[str, type] = {}  # their types, as {"weight": Float[Array, "B T"]}: known before step 1
+TEACHER_COEFFICIENTS = "teacher_coefficients"  # in batch.extras, [B]: of the teacher's term in each row
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.base import Changed, Env, Problem, check_choice
-from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
 NONE = "none"  # value of an option that removes what the environment has
@@ -27,6 +26,8 @@ class Style:
         if self.thinking:
             check_choice("thinking", self.thinking, ("on", "off"))
         if self.format_reward:
+            from envs.grading.rewards import FORMAT_REWARDS
+
             check_choice("format_reward", self.format_reward, FORMAT_REWARDS)
         if self.system.startswith("@") and not Path(os.path.expanduser(self.system[1:])).is_file():
             raise UserError(f"system={self.system} names no file: correct the path")
@@ -61,6 +62,8 @@ class Styled(Changed):
         graded = self.env.score_group(problem, texts)
         if not self.style.format_reward:
             return graded
+        from envs.grading.rewards import FORMAT_REWARDS
+
         forms = map(FORMAT_REWARDS[self.style.format_reward], texts)
         added = [{"return": self.style.format_weight * form, "format": form} for form in forms]
         pairs = zip(graded, added, strict=True)

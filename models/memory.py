@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from models.architecture import LINEAR, Decoder, is_spec
 from models.attention import SKIPPING
-from models.names import LAYERS, Array
+from models.names import LAYERS
 from models.pages import Paging, page_bytes
 from utils.batching import MicrobatchShape, choose_shapes, power_above
 from utils.devices.sharding import Layout, bytes_on_device
@@ -69,34 +69,6 @@ class MemoryConfig:
     def __post_init__(self):
         if self.tokens_per_microbatch < 0:
             raise UserError("--tokens_per_microbatch must not be negative: give 1 or more, or 0 to have it chosen")
-
-
-def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
-    """Raises UserError if the weights of another model do not fit into memory in addition to what is held."""
-    num_shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
-    size = model.num_parameters * jnp.dtype(model.dtype).itemsize // num_shards
-    room = int(USABLE * layout.device_memory) - bytes_on_device(held)
-    if size > room:
-        raise UserError(
-            f"{what} needs {gigabytes(size)} GB on each device, and only {gigabytes(max(0, room))} GB are free beside "
-            "the policy: use a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that shards "
-            "weights"
-        )
-
-
-def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
-    """Raises UserError for arrays that wait for updates and do not fit into the host's memory."""
-    room = int(USABLE * layout.host_memory)
-    if num_bytes > room:
-        raise UserError(
-            f"{what} need {gigabytes(num_bytes)} GB of the host's memory, which has {gigabytes(room)} GB: lower "
-            "--groups_per_batch, --group_size or --num_generation_tokens, or give --distill sampled, which needs none"
-        )
-
-
-def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape of the copy in another layout that an update on TPU makes of a teacher's head, or None."""
-    return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on(model, "tpu") else None
 
 
 # When rollouts are sampled: between updates, with --ahead 1 at the same time, or on devices outside of --mesh.

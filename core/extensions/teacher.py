@@ -14,33 +14,25 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
-from core.config import Config
+from core.config import BETAS, SAMPLED, SELF, SIBLING, Config
 from core.learner import Learner, Update
-from core.records import Batch, Episodes
+from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
-from core.terms.distill import (
-    BETAS,
-    SAMPLED,
-    SELF,
-    SIBLING,
-    TEACHER_COEFFICIENTS,
-    TEACHER_LOGPROBS,
-    ComparedDistribution,
-)
+from core.terms.distill import TEACHER_LOGPROBS, ComparedDistribution
 from envs.base import Problem
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, load_model, open_model, resolve_model_dir
 from models.decoder import head_name, target_hidden
-from models.memory import check_host_room, check_room, second_layout
+from models.memory import USABLE, gigabytes, runs_on
 from models.names import CRITIC, EMBED, TEACHER, Adapters, Array, Extras, Params, Policy
 from models.oracle import check_prompt
 from models.packing import Packing
 from models.state import TrainState
 from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
-from utils.devices.sharding import Layout
+from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, counted
 
 MOST_TRUNCATED = 0.3  # share of completions; a step above it is warned of: see utils/metrics/health.py
@@ -400,3 +392,31 @@ def describe(config: Config, model: Decoder, prefix: Prefix) -> str:
     if options.distill == SAMPLED:
         loss = f"A + {options.distill_coef:g} (log q - log p) of each sampled token"
     return f"teacher q: {who}; {loss}; groups of equal rewards stay"
+
+
+def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
+    """Raises UserError if the weights of another model do not fit into memory in addition to what is held."""
+    num_shards = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
+    size = model.num_parameters * jnp.dtype(model.dtype).itemsize // num_shards
+    room = int(USABLE * layout.device_memory) - bytes_on_device(held)
+    if size > room:
+        raise UserError(
+            f"{what} needs {gigabytes(size)} GB on each device, and only {gigabytes(max(0, room))} GB are free beside "
+            "the policy: use a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that shards "
+            "weights"
+        )
+
+
+def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
+    """Raises UserError for arrays that wait for updates and do not fit into the host's memory."""
+    room = int(USABLE * layout.host_memory)
+    if num_bytes > room:
+        raise UserError(
+            f"{what} need {gigabytes(num_bytes)} GB of the host's memory, which has {gigabytes(room)} GB: lower "
+            "--groups_per_batch, --group_size or --num_generation_tokens, or give --distill sampled, which needs none"
+        )
+
+
+def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape of the copy in another layout that an update on TPU makes of a teacher's head, or None."""
+    return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on(model, "tpu") else None

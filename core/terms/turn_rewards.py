@@ -11,22 +11,20 @@ from jaxtyping import Bool, Float, Int
 from core.records import Batch, Episodes, differs
 
 
-def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Returns a method of core/advantages.py that compares turns instead of rollouts.
+def of_turns(
+    advantage: Callable[..., np.ndarray], rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object
+) -> Float[np.ndarray, "B T"]:
+    """Returns the advantages of a method of core/advantages.py that compares turns instead of rollouts.
 
     Each token gets the advantage of its turn. It is 0 if all turns of this number in the group earn the same. The turns
     of a rollout's first row are compared; other rows take the advantages of those of the same number.
     """
-
-    def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
-        advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
-        by_number = batch.of_rows(advantages.reshape(-1, len(batch.first_rows)).T)  # [B, K]
-        # Tokens before the first turn get the advantage of the first turn. A single reply is one turn.
-        num_turns = np.maximum(np.isfinite(by_number).sum(axis=1, keepdims=True), 1)
-        turns = np.clip(turn_numbers(batch.mask), 0, num_turns - 1)
-        return np.take_along_axis(by_number, turns, axis=1)
-
-    return of_turns
+    advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
+    by_number = batch.of_rows(advantages.reshape(-1, len(batch.first_rows)).T)  # [B, K]
+    # Tokens before the first turn get the advantage of the first turn. A single reply is one turn.
+    num_turns = np.maximum(np.isfinite(by_number).sum(axis=1, keepdims=True), 1)
+    turns = np.clip(turn_numbers(batch.mask), 0, num_turns - 1)
+    return np.take_along_axis(by_number, turns, axis=1)
 
 
 def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:

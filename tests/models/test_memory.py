@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from bench.common import shape
 from bench.compiled import state_shapes
 from core.config import Config
+from core.extensions.teacher import second_layout
 from models.architecture import Decoder, is_spec
 from models.attention import SKIPPING
 from models.memory import (
@@ -27,7 +28,6 @@ from models.memory import (
     measure_sizes,
     out_of_memory,
     rows_that_fit,
-    second_layout,
     update_bytes,
 )
 from models.optimizers import OptimizerConfig, make_optimizer

@@ -164,13 +164,15 @@ def test_a_run_goes_on_without_the_package_of_wandb_and_says_so(tmp_path, monkey
     for options, key in (({"wandb_name": "x"}, ""), ({}, "x")):
         # A login, or none.
         monkeypatch.setenv("WANDB_API_KEY", key)
-        start(tmp_path, **options).close()
+        with start(tmp_path, **options):
+            pass
         said = capsys.readouterr().out
         assert "not installed, so this run is not logged there: `pip install wandb`" in said
         assert said.count("\n") == 1
     # Turned off by the user.
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    start(tmp_path, wandb_name="x").close()
+    with start(tmp_path, wandb_name="x"):
+        pass
     assert capsys.readouterr().out == ""
 
 
@@ -214,7 +216,8 @@ def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypa
     fake = SimpleNamespace(init=init, Settings=dict, Table=list)
     # Keeps what wandb is told.
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    start(tmp_path, **options).close()
+    with start(tmp_path, **options):
+        pass
     name, group = options.get("wandb_name", tmp_path.name), options.get("wandb_group")  # None: WANDB_RUN_GROUP counts
     assert made == ([(mode, name, group)] if mode else [])
     found = "WANDB_MODE=disabled leaves it off" in capsys.readouterr().out

@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 
 from core.advantages import compute_advantages
-from core.config import Config
+from core.config import BETAS, SAMPLED, SIBLING, Config
 from core.extensions import teacher as teachers
 from core.extensions.teacher import (
     SHOWN,
     Prefix,
     StateLearner,
     TaughtLearner,
+    check_room,
     make_prefix,
     successful_siblings,
 )
 from core.learner import Learner, accumulate
-from core.records import Batch, Episodes
-from core.terms.distill import BETAS, SAMPLED, SIBLING, TEACHER_COEFFICIENTS, TEACHER_LOGPROBS, ComparedDistribution
+from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
+from core.terms.distill import TEACHER_LOGPROBS, ComparedDistribution
 from envs.base import Problem
 from models import decoder
 from models.architecture import Decoder
-from models.memory import check_room
 from models.names import EMBED, HEAD, TEACHER, Params
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
