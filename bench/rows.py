@@ -111,7 +111,7 @@ def asked(path: Path, tokenizer: Tokenizer) -> str:
 def trained(path: Path, tokenizer: Tokenizer) -> str:
     """Returns the text of the tokens of the first row that SFT trains."""
     data, _ = read_written(DataConfig(str(path), test_fraction=0.0))
-    rows, _ = encode_rows(tokenizer, "rows", data.env.conversations, "all", 4096, "error")
+    rows, _ = encode_rows(tokenizer, "rows", data.env.conversations, 4096, "error")
     return repr(tokenizer.hf.decode(rows[0].tokens[rows[0].mask]))
 
 

@@ -91,7 +91,7 @@ def pairs(
             raise UserError("the chat template shows no tools: a system message announces them")
         yield own, other
     if is_begun(messages):
-        row = encode_conversation(tokenizer, messages, "all", tools).tokens.tolist()
+        row = encode_conversation(tokenizer, messages, tools).tokens.tolist()
         whole = theirs(tokenizer, messages, tools, enable_thinking=thinks(messages[-1]))
         if row[:-1] == whole:  # no token ends the last reply in the template: the row has one
             whole = [*whole, tokenizer.stop_ids[-1]]

@@ -77,7 +77,7 @@ def ours(folder: str) -> tuple[float, dict[str, np.ndarray], list[list[int]]]:
     config = replace(config, sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, _, params, tokenizer = load_policy(MODEL, config.lora, 0, layout, "float32")
-    rows, _ = encode_rows(tokenizer, "rows", ROWS, "all", 512, "error")
+    rows, _ = encode_rows(tokenizer, "rows", ROWS, 512, "error")
     batch = make_batch(rows)
     learner, state = make_learner(config, model, params, layout, max(map(len, rows)) - 1)
     minibatch = set_loss_denominators(batch, len(rows), 512, config.objective.policy)

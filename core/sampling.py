@@ -53,7 +53,6 @@ class PromptConfig:
         essential=True,
     )
     json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: print only")
-    raw: bool = option(False, "Continue plain prompts as they are, without the chat template")
     num_samples: int = option(1, "Number of completions of each prompt")
 
     def __post_init__(self):
@@ -94,8 +93,6 @@ def read_prompts(path: str) -> list[JSONRow]:
 
 def encode_row(row: JSONRow, tokenizer: Tokenizer, config: SamplingCommand) -> list[int]:
     """Returns the prompt of a row, token ids."""
-    if config.prompts.raw and "prompt" in row:
-        return tokenizer.chat([{"role": "user", "content": row["prompt"]}], plain=True)
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
     ((thinking, prefix),) = prompt_styles([tokenizer], config.model.thinking)
     return tokenizer.chat(messages, thinking, prefix, tools=getattr(messages, "tools", ()))
@@ -133,7 +130,7 @@ def main(config: SamplingCommand) -> None:
     model, params, tokenizer = load_last(name, config, layout)
     if layout.is_main and not options.prompts:
         print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
-    sampler = make_text_sampler(config, model, tokenizer, layout, options.raw)
+    sampler = make_text_sampler(config, model, tokenizer, layout)
     prompts = [encode_row(row, tokenizer, config) for row in rows]
     written = []
     for completions in sample_rows(sampler, params, prompts, config):

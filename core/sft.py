@@ -157,7 +157,7 @@ def main(config: SFTConfig, learns_from: type[Demonstrations] = Demonstrations) 
     )
     method, encode = learns_from(config, tokenizer), partial(encode_rows, tokenizer, **config.data.encoding)
     rows, note = encode(data.name, data.env.conversations)
-    notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)
+    notes = check_rows(tokenizer, data.name, data.env.conversations)
     held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
     workers = make_workers(config, played, model, tokenizer, layout, run.folder.path)
     softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # trained, however replies are sampled

@@ -138,10 +138,15 @@ def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:
 
     They are --env_options and limits, changed by those of --test_env_name if it is the same environment.
     """
+    settings = dict(settings)
+    if own := settings.pop("test_env_options", ""):  # of an earlier version, as `also_eval`
+        settings["test_env_name"] = f"{settings.get('test_env_name', '')}({own})"
+    if others := settings.pop("also_eval", ""):
+        settings["test_env_name"] = f"{settings.get('test_env_name', '')},{others}"
     tests = parse_environments(str(settings.get("test_env_name", "")))
     name, own = next(iter(tests.values()), ("", {}))
     if not own or split_name(name)[0] != split_name(str(settings.get("env_name", "")))[0]:
-        return dict(settings)
+        return settings
     limits = {key: own.pop(key) for key in LIMITS if key in own}
     options = parse_options(str(settings.get("env_options", ""))) | own
     return {**settings, **limits, "env_options": text_of(options), "test_env_name": name}

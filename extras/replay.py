@@ -1,7 +1,6 @@
-"""Replays an episode of a training run from its stored rollouts, or branches it from one of its turns.
+"""Replays an episode of a training run from its stored rollouts.
 
     python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5
-    python extras/replay.py --rollouts runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_samples 4
 
 Random numbers are addressed by seed, step, position in the run, sample and token. So with the weights before the step,
 the sampler samples the same tokens again.
@@ -18,31 +17,26 @@ if __name__ == "__main__":
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from core.chains.turns import Conversations
 from core.config import Config
-from core.records import Completions, Episodes, first_rows
-from core.rollout import RolloutWorker, collect_scores, make_worker
+from core.records import Completions, first_rows
+from core.rollout import RolloutWorker, make_worker
 from core.run.card import training_command
 from core.run.rollouts import transcript
-from core.sampler import row_keys, sample_keys
 from core.terms.turn_rewards import turn_numbers
-from envs.scoring.scorer import ScoringStream
 from envs.settings import EnvConfig, check_code, resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.memory import sampling_room
-from models.names import Key, Weights, make_policy
+from models.names import make_policy
 from recipes.offline.stored import read_rollouts
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.metrics.logger import printable
-from utils.metrics.terminal import Wait
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, options_of, parse, to_dict
@@ -60,12 +54,6 @@ class EpisodeConfig:
 
     rollouts: str = option("", "Rollouts of a run, RUN/rollouts/step_N, as --save_rollouts writes them", essential=True)
     row: int = option(0, "Row of --rollouts, counted from 0", essential=True)
-    from_turn: int = option(
-        0,
-        "Turn, counted from 1, from which --num_samples other episodes are sampled; 0: replay the row as it was",
-        essential=True,
-    )
-    num_samples: int = option(1, "Number of other episodes from --from_turn on", essential=True)
 
 
 @dataclass(frozen=True)
@@ -79,8 +67,6 @@ class ReplayCommand:
     def __post_init__(self):
         if not self.episode.rollouts:
             raise UserError("--rollouts is empty: name a file of a run, RUN/rollouts/step_N")
-        if self.episode.num_samples < 1:
-            raise UserError(f"--num_samples {self.episode.num_samples} must be at least 1: raise it")
 
 
 @dataclass(frozen=True)
@@ -99,13 +85,8 @@ class Stored:
     @property
     def turns(self) -> list[Int[np.ndarray, "n"]]:
         """Tokens of each turn."""
-        return [self.tokens[columns] for columns in self.turn_columns]
-
-    @property
-    def turn_columns(self) -> list[Int[np.ndarray, "n"]]:
-        """Columns of each turn."""
         numbers = turn_numbers(self.mask[None])[0]
-        return [np.flatnonzero(self.mask & (numbers == turn)) for turn in range(numbers.max() + 1)]
+        return [self.tokens[self.mask & (numbers == turn)] for turn in range(numbers.max() + 1)]
 
 
 def read_stored(path: str, row: int) -> tuple[Stored, Config]:
@@ -159,12 +140,9 @@ def weights_before(stored: Stored, config: Config) -> Path:
     return folder
 
 
-def replay(
-    path: str, row: int, from_turn: int, num_samples: int, layout: Layout, named: Mapping[str, Value] = EMPTY
-) -> None:
-    """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
+def replay(path: str, row: int, layout: Layout, named: Mapping[str, Value] = EMPTY) -> None:
+    """Draws a stored episode again, prints it, and says how it differs.
 
-    `from_turn`: the first turn that is sampled anew, counted from 1; 0: the episode is sampled as it was.
     Raises: UserError if it cannot be sampled again, or would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
@@ -178,21 +156,15 @@ def replay(
     key = make_key(config.seed, stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         room = sampling_room(model, layout, (base, params), worker.row_length)
-        worker = worker.with_room(room, max(num_samples, config.update.group_size))  # noqa: PLW2901
+        worker = worker.with_room(room, config.update.group_size)  # noqa: PLW2901
         weights = worker.load_weights(make_policy(base, params))
         problem = tokenizer.decode(stored.tokens[: stored.prompt_length]).strip()
         print(f"step {stored.step}, row {row}, sample {stored.sample} of problem {stored.task}: {printable(problem)}")
-        if from_turn:
-            episodes = branch(worker, weights, stored, from_turn, num_samples, key)
-            outcomes = {i: f"return {value:g}" for i, value in enumerate(episodes.scores["return"])}
-        else:
-            tasks = task_index(worker, stored.task)
-            episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
-            outcomes = {stored.sample: compare(episodes.completions, stored)}
-    for i, outcome in outcomes.items():
-        title = f"branch {i + 1} of {num_samples}" if from_turn else "drawn again"
-        text = f"{'#' * 8} {title}\n{transcript(episodes, i, from_turn)}\n{'-' * 8} {outcome}"
-        print(printable(text, max_chars=10**6))
+        tasks = task_index(worker, stored.task)
+        episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
+    outcome = compare(episodes.completions, stored)
+    text = f"{'#' * 8} drawn again\n{transcript(episodes, stored.sample)}\n{'-' * 8} {outcome}"
+    print(printable(text, max_chars=10**6))
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
@@ -214,52 +186,10 @@ def compare(completions: Completions, stored: Stored) -> str:
     return f"token {first} is another than in the run: its weights, devices or this code differ from the run's"
 
 
-def branch(
-    worker: RolloutWorker, weights: Weights, stored: Stored, from_turn: int, num_samples: int, key: Key
-) -> Episodes:
-    """Draws episodes that begin with the stored one's turns before `from_turn`."""
-    columns = stored.turn_columns
-    if worker.env.max_turns == 1:
-        raise UserError("--from_turn branches episodes of several turns, and this run has single replies: leave it out")
-    if not 1 <= from_turn <= len(columns):
-        raise UserError(f"--from_turn {from_turn} is not a turn of the row: give 1 to {len(columns)}")
-    position, sample = np.array([stored.position]), np.array([stored.sample])
-    seed, game = (row_keys(key, position, number) for number in (sample, np.zeros(1, int)))
-    start = int(columns[from_turn - 1][0])
-    num_used = start - stored.prompt_length
-    limit = worker.max_new_tokens - num_used
-    sampler = replace(worker.sampler, max_prompt_tokens=start, max_new_tokens=limit)
-    worker = replace(worker, sampler=sampler)
-    task = np.array([stored.task])
-    problem = worker.env.problem(stored.task)
-    with ScoringStream(worker.scorer) as stream:
-        seeds = np.repeat(seed, num_samples, axis=0)
-        replies = Conversations(worker.env, worker.tokenizer, worker.layout, [problem], task, seeds, stream, game)
-        replies.begin(stored.turns[: from_turn - 1])
-        prompt = stored.tokens[:start].tolist()
-        if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
-            raise UserError(
-                "the environment opens this episode with other text than in the run, so the episode cannot be "
-                "branched: make the opening depend on the problem and the seed alone"
-            )
-        keys = sample_keys(jax.random.fold_in(key, from_turn), position, num_samples)
-        completions = replies.sample(sampler, weights, [prompt], keys, Wait(""))
-        rewards, failures = replies.finish()
-    failed = np.array([reward is None for reward in rewards])
-    return Episodes(
-        task_ids=np.repeat(task, num_samples),
-        scores=collect_scores(rewards, ("return", "correct_answer")),
-        failed=failed,
-        failures=failures,
-        times={},
-        **replies.records(completions),
-    )
-
-
 def main(config: ReplayCommand) -> None:
     episode = config.episode
     layout = make_layout(config.devices)
-    replay(episode.rollouts, episode.row, episode.from_turn, episode.num_samples, layout, to_dict(config.env))
+    replay(episode.rollouts, episode.row, layout, to_dict(config.env))
 
 
 if __name__ == "__main__":

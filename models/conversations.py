@@ -34,9 +34,9 @@ class Conversation:
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], train_on: str, tools: Sequence[Tool] = ()
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()
 ) -> Conversation:
-    """Returns a conversation whose replies, "all" or the "last", are trained on, except replies of weight 0.
+    """Returns a conversation whose replies are trained on, except those of weight 0.
 
     Each reply follows the prompt that a sampler would use. All is encoded as one text: that of the chat template, with
     the thinking that the template drops.
@@ -61,7 +61,7 @@ def encode_conversation(
                     "the model's chat template ends replies without a token of its own: choose rows with one reply"
                 )
             columns = np.append(columns, following)
-        mask[columns] = messages[i].get("weight") in (None, 1) and (train_on == "all" or i == replies[-1])
+        mask[columns] = messages[i].get("weight") in (None, 1)
     if not tokenizer.has_template:
         ids, mask = [*tokenizer.first_ids, *ids], np.append(np.zeros(len(tokenizer.first_ids), bool), mask)
     if mask[:1].any():
@@ -203,7 +203,6 @@ def encode_rows(
     tokenizer: Tokenizer,
     name: str,
     rows: Iterable[Sequence[Message]],
-    train_on: str,
     max_length: int,
     long_rows: str,
     group_size: int = 1,
@@ -218,7 +217,7 @@ def encode_rows(
             encoded.append(stored)
             continue
         try:
-            encoded.append(encode_conversation(tokenizer, messages, train_on, getattr(messages, "tools", ())))
+            encoded.append(encode_conversation(tokenizer, messages, getattr(messages, "tools", ())))
         except UserError as error:
             place = getattr(messages, "place", "") or f"{name}: row {number}"
             raise UserError(f"{place}: {error}") from error
@@ -242,7 +241,7 @@ def encode_rows(
     return kept, f"{name}: {note}"
 
 
-def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]], train_on: str) -> list[str]:
+def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]]) -> list[str]:
     """Compares the first rows of SFT of each kind, by what chat templates treat differently.
 
     See `check_prompt` of models/oracle.py. Stored rollouts are token ids already, and are not compared.
@@ -255,14 +254,14 @@ def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]
         kind = bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)
         seen[kind] += 1
         if seen[kind] <= NUM_ROWS:
-            notes += check_row(tokenizer, row, train_on, f"{name}: row {number}")
+            notes += check_row(tokenizer, row, f"{name}: row {number}")
     return list(dict.fromkeys(notes))
 
 
-def check_row(tokenizer: Tokenizer, messages: Sequence[Message], train_on: str, what: str) -> list[str]:
+def check_row(tokenizer: Tokenizer, messages: Sequence[Message], what: str) -> list[str]:
     """Compares a row of SFT up to its last reply: see `check_prompt` of models/oracle.py."""
     tools = getattr(messages, "tools", ())
-    ids = encode_conversation(tokenizer, messages, train_on, tools).tokens.tolist()
+    ids = encode_conversation(tokenizer, messages, tools).tokens.tolist()
     last = max(i for i, message in enumerate(messages) if message["role"] == REPLY)
     thinking = thinks(messages[last])
     whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, tools)

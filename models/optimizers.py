@@ -133,7 +133,6 @@ class OptimizerConfig:
     max_grad_norm: float = option(
         1.0, "Limit on the global norm of the gradient; a larger gradient is scaled down to it"
     )
-    train_vocab: bool = option(True, "Train the embedding and the head; 0: leave them unchanged")
 
     def __post_init__(self):
         for name in (*NOUNS, "warmup_steps", "weight_decay"):
@@ -162,19 +161,14 @@ def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.G
     """
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     policy = optax.chain(clip, OPTIMIZERS[config.optimizer](config))
-    if config.train_vocab and not has_critic:
+    if not has_critic:
         return policy
     critic = optax.chain(clip, adamw(config, "critic_lr"))
-    frozen_names = () if config.train_vocab else VOCABULARY
 
     def label(params: Params) -> dict[str, str]:
-        labels = dict.fromkeys(params, "policy")
-        # Labeled, not masked: weight decay would still move a masked embedding.
-        labels |= {name: "frozen" for name in params if name in frozen_names}
-        labels |= {name: CRITIC for name in params if name == CRITIC}
-        return labels
+        return {name: CRITIC if name == CRITIC else "policy" for name in params}
 
-    return optax.partition({"policy": policy, CRITIC: critic, "frozen": optax.set_to_zero()}, label)
+    return optax.partition({"policy": policy, CRITIC: critic}, label)
 
 
 def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
@@ -183,11 +177,8 @@ def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
     sizes, peaks = Counter(), {}
     for path, x in jax.tree.leaves_with_path(params):
         name = rate_name(path, x) if config.optimizer == "muon" or path[0].key == CRITIC else "lr"
-        if path[0].key in VOCABULARY and not config.train_vocab:
-            name = "frozen"
         sizes[name] += x.size
         peaks[name] = getattr(config, name, 0) * (width_factor(x) if name in VOCABULARY.values() else 1)
     groups = [f"{noun} ({sizes[name]:,}) at {peaks[name]:.3g}" for name, noun in nouns.items() if name in sizes]
     warmup = f" after {config.warmup_steps} steps of warm-up" if config.warmup_steps else ""
-    frozen = f"; {sizes['frozen']:,} parameters frozen" if "frozen" in sizes else ""
-    return f"{config.optimizer} for {', '.join(groups)}, {config.lr_schedule}{warmup}{frozen}"
+    return f"{config.optimizer} for {', '.join(groups)}, {config.lr_schedule}{warmup}"

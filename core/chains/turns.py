@@ -208,24 +208,6 @@ class Conversations(Replies):
         are_alike = [problem.messages for _, problem in opened] == shared
         return firsts if are_alike else opened
 
-    def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
-        """Plays these turns in each episode, which then continues behind them.
-
-        Raises: UserError if the environment fails in one of them.
-        """
-        self.prompts()
-        for turn in turns:
-            for row in range(len(self.episodes)):
-                self.on_end(Turn(row, turn, np.zeros(len(turn)), 0, False, []))
-            for row, outcome in self.ask(set(range(len(self.episodes))), len(self.episodes)).items():
-                if isinstance(outcome, Failure):
-                    raise UserError(
-                        f"the environment fails in a turn before the branch, {outcome.reason!r}: choose an earlier "
-                        "--from_turn, or correct the environment"
-                    )
-                self.add_scores(row, outcome)
-                self.episodes[row].messages.append(outcome.messages)
-
     def on_end(self, turn: Turn) -> None:
         """Takes a turn that has ended; the row waits for what follows."""
         episode = self.episodes[turn.row]

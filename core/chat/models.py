@@ -101,16 +101,14 @@ def load_last(name: str, config: ChatCommand, layout: Layout) -> tuple[Decoder, 
     return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
 
 
-def make_text_sampler(
-    config: ChatCommand, model: Decoder, tokenizer: Tokenizer, layout: Layout, raw: bool = False
-) -> Sampler:
+def make_text_sampler(config: ChatCommand, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
     """Returns the sampler of replies without an environment, of 256 tokens by default.
 
-    Unless prompts are `raw`, a chat is compared with transformers' rendering first.
+    A chat is compared with transformers' rendering first.
     """
     limit = config.sampling.num_generation_tokens
     sampler = make_sampler(config.sampling, model, tokenizer, layout, 256 if limit < 0 else limit)
-    if not raw and layout.is_main:
+    if layout.is_main:
         style, *_ = prompt_styles([tokenizer], config.model.thinking)
         said = [{"role": role, "content": f" {role}: 1 + 1?\n"} for role in ("user", "assistant", "user")]
         ids = tokenizer.chat(said, *style)

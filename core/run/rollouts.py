@@ -135,12 +135,8 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         np.savez_compressed(new, **arrays)
 
 
-def transcript(episodes: Episodes, row: int, from_turn: int = 0) -> str:
-    """Returns the messages of a conversation as text, with a line before turn `from_turn`, or a single reply."""
+def transcript(episodes: Episodes, row: int) -> str:
+    """Returns the messages of a conversation as text, or a single reply."""
     if not episodes.conversations:
         return episodes.texts[row]
-    lines = [f"{message['role']}: {message['content']}" for message in episodes.conversations[row]]
-    turns = [i for i, message in enumerate(episodes.conversations[row]) if message["role"] == "assistant"]
-    if 0 < from_turn <= len(turns):
-        lines.insert(turns[from_turn - 1], f"{'-' * 8} drawn anew from turn {from_turn} on")
-    return "\n".join(lines)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[row])

@@ -43,7 +43,6 @@ class DataConfig:
         "Share of the prompts of --data to hold out, from 0 to below 1; 0.1: the same prompts as dataset-test. Not "
         "used with --test_data; 0: none",
     )
-    train_on: str = option("all", "Replies of a conversation to train on", ["all", "last"])
     columns: str = option(
         "",
         "Names of columns, as prompt=COLUMN,completion=COLUMN or messages=COLUMN, with dots before nested names; "
@@ -86,7 +85,7 @@ class DataConfig:
     @property
     def encoding(self) -> dict[str, str | int]:
         """Returns the arguments of `encode_rows` that these settings are."""
-        return {"train_on": self.train_on, "max_length": self.max_length, "long_rows": self.long_rows}
+        return {"max_length": self.max_length, "long_rows": self.long_rows}
 
 
 def parse_columns(text: str, names: Mapping[str, str], form: str) -> dict[str, str]:
@@ -128,7 +127,7 @@ class WrittenSettings(RolloutSettings):
         """Returns a description of the rows."""
         system = " ".join(system_prompt(self.env.problem(0).messages).split())
         shown = f", system prompt {shorten(system, 60)}" if system else ""
-        return f"rows of at most {self.max_new_tokens} tokens, {self.options['train_on']} replies trained{shown}"
+        return f"rows of at most {self.max_new_tokens} tokens, all replies trained{shown}"
 
 
 def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[WrittenSettings, list[Messages]]:
@@ -154,7 +153,7 @@ def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[W
         note += f", {num_removed:,} removed that are held out, too" if num_removed else ""
     if not rows:
         raise UserError(f"{config.source} leaves no row to train on{note}: add rows")
-    options = {"data": config.source, "train_on": config.train_on}
+    options = {"data": config.source}
     options |= {"columns": config.columns} if config.columns else {}
     name = re.sub(r"[^\w-]", "-", Path(config.source).name.partition(".")[0]) or "sft"
     settings = WrittenSettings(name, options, Written(rows, note), config.max_length, 0, ForcedAnswer())

@@ -4,8 +4,8 @@
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Use 3 4 7 to make 14."}]}'
 
 A conversation that goes on is continued in its row of the cache: only what is new is encoded and computed. Requests
-beyond the rows wait, first come, first served. The server answers this machine only, unless --host and --api_key are
-given.
+beyond the rows wait, first come, first served. The server answers this machine only, unless --host is given, which
+needs a key for callers in the variable LMPO_API_KEY.
 """
 
 import gc
@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ import numpy as np
 from core.chains.turns import form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
 from core.sampler import SamplingConfig, make_sampler
-from envs.base import TURN_DIALECTS, Env, OwnRollouts, Problem
+from envs.base import Env, OwnRollouts, Problem
 from envs.tools.calls import FORMS
 from models import decoder
 from models.architecture import Decoder
@@ -57,7 +58,7 @@ from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
-OF_FOLDER = "; -1: of the model's generation_config.json"
+DIALECT = "qwen"  # calls of tools are read as the chat template writes them
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,22 @@ class ServeConfig:
     """Server."""
 
     port: int = option(8000, "Port; 0: a free one", essential=True)
-    host: str = option("127.0.0.1", "Address; another one than of this machine needs --api_key")
-    api_key: str = option("", "Key that callers must have; keys that begin with it are sessions of their own")
+    host: str = option("127.0.0.1", "Address; another one than of this machine needs a key, in LMPO_API_KEY")
     context: int = option(4096, "Most tokens of a conversation", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
-    dialect: str = option("qwen", "Form of tool calls; qwen: as the chat template writes them", TURN_DIALECTS)
-    temperature: float = option(-1.0, f"Default temperature of requests{OF_FOLDER}, or 1")
-    top_p: float = option(-1.0, f"Default top_p of requests{OF_FOLDER}, or 1")
-    top_k: int = option(-1, f"Default top_k of requests; 0: all tokens{OF_FOLDER}, or 0")
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port {self.port} is not a port: give 1 to 65535, or 0")
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
-            raise UserError(f"--host {self.host} lets other machines in: give a key that they must have, --api_key")
+            raise UserError(f"--host {self.host} lets other machines in: set LMPO_API_KEY to a key that they must have")
         if self.context < 2 or self.rows < 1:
             raise UserError("--context must be at least 2, and --rows at least 1: raise the lower one")
+
+    @property
+    def api_key(self) -> str:
+        """Returns the key that callers must have; keys that begin with it are sessions of their own."""
+        return os.environ.get("LMPO_API_KEY", "")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class ModelEndpoint(Endpoint):
             "POST /inference/v1/generate": partial(self.complete, GenerateRequest),
         }
         server = Server(handlers, config.serve.host, config.serve.port, stops_work=True)
-        super().__init__(server, name, config.serve.dialect, num_places=num_rows)
+        super().__init__(server, name, DIALECT, num_places=num_rows)
 
     def take_row(self, session: Session) -> int:
         """Returns a row that is free, or that of the conversation that was not used for longest."""
@@ -236,15 +237,13 @@ def main(config: ServeCommand) -> None:
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
-    given = {name: x for name in ("temperature", "top_k", "top_p") if (x := getattr(serve, name)) >= 0}
-    distribution = distribution_with(distribution, given, model.vocab_size)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
     with endpoint.server:
-        env.dialect, env.rollouts = serve.dialect, OwnRollouts("", "", endpoint)
+        env.dialect, env.rollouts = DIALECT, OwnRollouts("", "", endpoint)
         blanks, keys = [Problem([], None, thinking=thinking)] * num_rows, np.zeros((num_rows, 2), np.uint32)
         served = AgentConversations(env, tokenizer, layout, blanks, np.zeros(num_rows, int), keys, stream=None)
         scheduler = served.scheduler(sampler, sampler.load_weights(params), keys)
-        form = form_of(tokenizer, serve.dialect)
+        form = form_of(tokenizer, DIALECT)
         calls = f"calls of tools as {next(key for key, x in FORMS.items() if x is form)}" if form else "no tools"
         sampled = f"temperature {distribution.temperature:g}, top_p {distribution.top_p:g}, top_k {distribution.top_k}"
         print(f"{name}: http://{serve.host}:{endpoint.server.port}/v1, {num_rows} conversations of up to "

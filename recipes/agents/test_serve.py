@@ -26,7 +26,7 @@ openai = pytest.importorskip("openai")
 from models import decoder  # noqa: E402
 from models.checkpoint import load_model  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
-from recipes.agents.serve import ServeConfig, default_distribution, distribution_with  # noqa: E402
+from recipes.agents.serve import ServeConfig, default_distribution  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.devices.sharding import single_device  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
@@ -293,22 +293,23 @@ def test_what_is_refused_leaves_the_others(url, chat, path, body, reason):
 
 
 @pytest.mark.parametrize(
-    ("folder", "options", "expected"),
+    ("folder", "expected"),
     [
-        ({}, {}, (1.0, 0, 1.0)),
-        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, (0.6, 20, 0.95)),
-        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": 0}, (0.0, 0, 1.0)),
-        ({"temperature": 1e-7, "top_k": 200}, {}, (0.0, 128, 1.0)),
-        ({"top_k": 1000}, {}, (1.0, 0, 1.0)),
+        ({}, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, (0.6, 20, 0.95)),
+        ({"temperature": 1e-7, "top_k": 200}, (0.0, 128, 1.0)),
+        ({"top_k": 1000}, (1.0, 0, 1.0)),
     ],
 )
-def test_defaults_of_sampling_are_those_of_the_folder(folder, options, expected):
+def test_defaults_of_sampling_are_those_of_the_folder(folder, expected):
     tokenizer = SimpleNamespace(files={"generation_config.json": json.dumps(folder).encode()})
-    found = distribution_with(default_distribution(tokenizer, 512), options, 512)
+    found = default_distribution(tokenizer, 512)
     assert (found.temperature, found.top_k, found.top_p) == expected
 
 
-def test_other_machines_need_a_key():
-    with pytest.raises(UserError, match="--api_key"):
+def test_other_machines_need_a_key(monkeypatch):
+    with pytest.raises(UserError, match="set LMPO_API_KEY"):
         ServeConfig(host="0.0.0.0")
-    ServeConfig(host="0.0.0.0", api_key="secret")
+    # The key of this command alone.
+    monkeypatch.setenv("LMPO_API_KEY", "secret")
+    assert ServeConfig(host="0.0.0.0").api_key == "secret"

@@ -86,7 +86,7 @@ def said(text: str) -> dict:
 
 def batch_of_pairs(tokenizer: Tokenizer) -> Batch:
     rows = [[user(asked), said(reply)] for asked, *replies in PAIRS for reply in replies]
-    return sft.make_batch(encode_rows(tokenizer, "rows", rows, "all", 512, "error", group_size=2)[0])
+    return sft.make_batch(encode_rows(tokenizer, "rows", rows, 512, "error", group_size=2)[0])
 
 
 def logprobs_of_all_logits(model: Decoder, policy: Params, batch: Batch) -> jax.Array:

@@ -24,16 +24,16 @@ from core.config import Config
 from core.eval import EvalCommand, json_or_text
 from core.run.metrics import explained_variance
 from core.sft import SFTConfig
-from envs import ENVS, find_class
+from envs import ENVS, find_class, make_env
 from envs.base import Env
-from envs.settings import CODE, EnvConfig
+from envs.settings import CODE, EnvConfig, RolloutSettings, resolve_environments
 from envs.style import Style, Styled
 from extras.chat_web import trained_settings
 from extras.replay import ReplayCommand
 from extras.replay import main as replay_command
 from models.checkpoint import find_checkpoints
 from recipes.preferences.dpo import DPOConfig
-from tests.helpers import ROOT, read_jsonl
+from tests.helpers import ROOT, read_jsonl, train_here
 from tests.kill_runs import FLAGS, QUICK, arguments, reached, start
 from tests.oracles.enumeration import vote
 from utils.evaluation.estimates import (
@@ -46,7 +46,7 @@ from utils.evaluation.estimates import (
 )
 from utils.evaluation.tables import Result, compare_results, format_report
 from utils.settings.config import options_of, parse, to_dict, with_options
-from utils.settings.errors import user_errors
+from utils.settings.errors import UserError, user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 
@@ -92,13 +92,14 @@ def test_intervals_of_several_samples_hold_the_truth():
     assert 20 <= misses <= 90, "about 50 of 1000"
 
 
-def test_best_of_k_is_the_mean_over_all_subsets():
+def test_best_of_k_and_pass_at_k_are_means_over_all_subsets():
     returns = np.round(np.random.default_rng(0).normal(size=(5, 7)), 1).astype(np.float32)  # some of them equal
+    correct = np.concatenate([returns > 0.5, np.zeros((1, 7), bool), np.ones((1, 7), bool)])
     for k in range(1, 8):
-        expected = [np.mean([max(some) for some in combinations(row, k)]) for row in returns.tolist()]
-        np.testing.assert_allclose(best_of_k(returns, k), expected)
-    correct = returns > 0
-    np.testing.assert_allclose(best_of_k(correct.astype(np.float32), 3), pass_at_k(correct, 3))
+        best = [[max(some) for some in combinations(row, k)] for row in returns.tolist()]
+        solved = [[any(some) for some in combinations(row, k)] for row in correct.tolist()]
+        np.testing.assert_allclose(best_of_k(returns, k), np.mean(best, axis=1))
+        np.testing.assert_allclose(pass_at_k(correct, k), np.mean(solved, axis=1))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -377,11 +378,13 @@ def test_run_is_evaluated_with_its_training_settings(tmp_path):
     [("countdown3-test", "max_number=20,prompt=bare", 96), ("poem", "max_number=9", 64)],
 )
 def test_held_out_options_of_a_run_are_taken_over(test_env, options, limit, tmp_path):
-    """As in the log of the run."""
+    """As in the log of the run, which an earlier version may have written in two options."""
     own = "num_generation_tokens=96,max_number=20,prompt=bare" if "countdown" in test_env else "max_characters=9"
-    run = trained_run(tmp_path / "run", test_env_name=f"{test_env}({own})")
-    _, env_options, _, found = settings_of("--model_dir", f"models/tiny,{run}/step2")
-    assert [env_options, found] == [options, limit]
+    earlier = {"test_env_name": test_env, "test_env_options": own, "also_eval": "poem(max_characters=7)"}
+    for settings in ({"test_env_name": f"{test_env}({own})"}, earlier):
+        run = trained_run(tmp_path / "run", **settings)
+        _, env_options, _, found = settings_of("--model_dir", f"models/tiny,{run}/step2")
+        assert [env_options, found] == [options, limit]
 
 
 @pytest.mark.parametrize(
@@ -561,9 +564,171 @@ def test_problems_are_shown_whatever_the_limit_of_prompts(capsys):
     assert "left out" not in printed
 
 
-def test_pass_at_k_is_the_mean_over_all_subsets():
-    rng = np.random.default_rng(0)
-    correct = np.concatenate([rng.random((6, 7)) < 0.3, np.zeros((1, 7), bool), np.ones((1, 7), bool)])
-    for k in range(1, 8):
-        expected = [np.mean([any(row[i] for i in some) for some in combinations(range(7), k)]) for row in correct]
-        np.testing.assert_allclose(pass_at_k(correct, k), expected)
+# Lists of --test_env_name: the same replies graded in a second way, and other environments that are sampled
+
+DATA = ROOT / "tests" / "fixtures" / "data"
+LENIENT = "gsm8k(form=any)"
+
+
+def lists_of(others: str, test_env_name: str = "gsm8k-test", **flags: str) -> dict[str, RolloutSettings]:
+    """How training, testing and the other environments of --test_env_name are played, by role."""
+    flags |= {"test_env_name": f"{test_env_name},{others}", "data_dir": str(DATA)}
+    argv = [word for flag, value in flags.items() for word in (f"--{flag}", value)]
+    config = parse(Config, ["--env_name", "gsm8k", *argv])
+    return resolve_environments(config.env, config.held_out, config.sampling)
+
+
+@pytest.mark.parametrize(
+    ("reply", "strict", "lenient"),
+    [
+        ("So it is \\boxed{{{}}}.", (1, 1, 1), (1, 1, 1)),
+        ("The answer is {}.", (0, 0, 0), (1, 1, 1)),
+        ("It follows that\n#### {}", (0, 0, 0), (1, 1, 1)),
+        ("\\boxed{{-7}}, or perhaps {}", (0.1, 0, 1), (0.1, 0, 1)),
+        ("I would rather not say.", (0, 0, 0), (0, 0, 0)),
+    ],
+)
+def test_reply_is_graded_in_both_forms(reply, strict, lenient):
+    played = lists_of(LENIENT, env_options="form=boxed")
+    assert played.keys() == {"env", "test_env"}, "nothing else is sampled"
+    test = played["test_env"]
+    problem = test.env.problem(0)
+    scores = test.env.score(problem, reply.format(problem.answer))
+    names = ("return", "correct_answer", "format")
+    assert tuple(scores[name] for name in names) == strict
+    assert tuple(scores[f"{LENIENT}/{name}"] for name in names) == lenient
+    assert problem == make_env("gsm8k-test", data_dir=str(DATA), form="boxed").problem(0), "the prompts stay"
+    assert f"graded also as {LENIENT}" in test.manner
+    assert LENIENT not in str(played["env"].options), "training has one reward"
+
+
+@pytest.mark.parametrize(
+    ("others", "test_env_name", "regraded", "sampled"),
+    [
+        (f"{LENIENT}, gsm8k(form=hash,partial=0)", "gsm8k-test", [LENIENT, "gsm8k(form=hash,partial=0)"], []),
+        (LENIENT, "gsm8k-valid", [LENIENT], []),
+        ("gsm8k-test(form=any)", "gsm8k-valid", [], [("gsm8k-test(form=any)", "gsm8k-test")]),
+        ("gsm8k(thinking=off)", "gsm8k-test", [], [("gsm8k(thinking=off)", "gsm8k-test")]),
+        ("countdown3", "gsm8k-test", [], [("countdown3-test", "countdown3-test")]),
+        ("calculator(max_number=9)", "calculator", [], [("calculator(max_number=9)", "calculator-test")]),
+        ("python(form=any)", "python", [], [("python(form=any)", "python-test")]),
+        (f"math500(form=hash),{LENIENT}", "gsm8k-test", [LENIENT], [("math500(form=hash)", "math500-test")]),
+    ],
+)
+def test_replies_are_sampled_again_unless_the_grading_alone_differs(others, test_env_name, regraded, sampled):
+    played = lists_of(others, test_env_name)
+    scores = played["test_env"].env.score(played["test_env"].env.problem(0), "5") if regraded else {}
+    assert [name.removesuffix("/return") for name in scores if name.endswith("/return")] == regraded
+    found = {role: settings.name for role, settings in played.items() if role not in ("env", "test_env")}
+    assert found == {f"test_env.{label}": name for label, name in sampled}
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ("gms8k(form=any)", "there is no environment 'gms8k' .did you mean gsm8k"),
+        ("gsm8k(form=anything)", "form=anything: choose one of tags, boxed, hash, any"),
+        ("gsm8k(shape=any)", r"--test_env_name gsm8k\(shape=any\): environment gsm8k has no option 'shape'"),
+        ("gsm8k(form=any", "'gsm8k.form=any' is no environment: give NAME or"),
+        ("gsm8k(form)", "'form' is not name=value"),
+        ("aime,aime", "--test_env_name has aime twice: leave one out"),
+        ("gsm8k", "gsm8k-test is graded so already: name another form"),
+    ],
+)
+def test_environment_or_form_that_does_not_exist_is_refused_by_name(others, message):
+    with pytest.raises(UserError, match=message):
+        lists_of(others)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    """A folder of problems that models/tiny can read, whose answer is the number to make."""
+    folder = tmp_path_factory.mktemp("problems")
+    for split, targets in (("train", range(12, 15)), ("test", range(9, 12))):
+        numbers = [(a, b, c) for a in range(2, 6) for b in range(6, 9) for c in targets]
+        rows = [{"prompt": f"Use {a} {b} {c} to make {a + b + c}.", "answer": str(a + b + c)} for a, b, c in numbers]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+TAGS, OTHER = "dataset(form=tags)", "countdown3(prompt=bare,max_number=15)"
+
+
+def flags_of(problems: Path, **flags: object) -> dict[str, object]:
+    return {
+        "model_dir": ROOT / "models" / "tiny",  # writes answers in tags, and never the strict form, ####
+        "env_name": "dataset",
+        "test_env_name": "dataset-test(form=hash)",
+        "env_options": f"path={problems}/train.jsonl,test_path={problems}/test.jsonl,form=tags,thinking=on,system=none",
+        "lr": 1e-3,
+        "groups_per_batch": 2,
+        "group_size": 2,
+        "max_resampling": 1,
+        "do_group_filter": 0,
+        "ppo_minibatch": 0,
+        "num_generation_tokens": 80,
+        "num_eval_tasks": 12,
+        "num_eval_samples": 2,
+        "test_interval": 1,
+        "num_score_workers": 1,
+        "max_steps": 2,
+    } | flags
+
+
+def by_hand(text: str) -> float | None:
+    """The number in the last tags of a reply, by Python; None if there is none."""
+    found = re.findall(r"<answer>([-+*/()\d ]+)</answer>", text)
+    try:
+        return eval(found[-1]) if found else None
+    except (SyntaxError, ZeroDivisionError):
+        return None
+
+
+def also(record: dict[str, float]) -> dict[str, float]:
+    return {name: x for name, x in record.items() if name.startswith("test_env")}
+
+
+@pytest.fixture(scope="module")
+def whole(problems, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train_here(folder, **flags_of(problems, test_env_name=f"dataset-test(form=hash),{TAGS},{OTHER}")) == 0
+    return folder
+
+
+def test_second_grading_of_a_run_is_that_by_hand(problems, whole):
+    records = {record["global_step"]: record for record in read_jsonl(whole / "metrics.jsonl")}
+    for step in (1, 2):
+        rows = read_jsonl(whole / "rollouts" / f"held_out_{step}.jsonl")
+        assert len(rows) == 24
+        with np.load(whole / "rollouts" / f"held_out_{step}.npz") as arrays:
+            tasks, written = arrays["tasks"], arrays[f"scores/{TAGS}/correct_answer"]
+        numbers = [int(json.loads(row)["answer"]) for row in (problems / "test.jsonl").read_text().splitlines()]
+        answers = [numbers[task] for task in tasks.tolist()]
+        right = [by_hand(row["text"]) == answer for row, answer in zip(rows, answers, strict=True)]
+        assert 0 < sum(right) < 24, "some replies are right, some are not"
+        np.testing.assert_array_equal(written, right)
+        record = records[step]
+        assert record["test_env/correct_answer"] == 0, "no reply has ####"
+        assert record[f"test_env.{TAGS}/correct_answer"] == pytest.approx(np.mean(right))
+        either = np.reshape(right, (12, 2)).any(axis=1)
+        assert record[f"test_env.{TAGS}/pass@2"] == pytest.approx(either.mean())
+        low, high = (record[f"test_env.{TAGS}/correct_answer_{end}"] for end in ("low", "high"))
+        assert low < np.mean(right) < high
+        assert record[f"test_env.{OTHER}/num_tasks"] == 12
+        assert not any("/" in name.removeprefix("test_env.").partition("/")[2] for name in also(record))
+
+
+def test_run_with_several_resumes_to_the_bit_and_trains_as_without(problems, whole, tmp_path):
+    flags = flags_of(problems, test_env_name=f"dataset-test(form=hash),{TAGS},{OTHER}")
+    assert train_here(tmp_path / "run", **flags | {"max_steps": 1}) == 0
+    assert train_here(tmp_path / "run", **flags) == 0
+    expected, found = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "run"))
+    assert list(map(also, found)) == list(map(also, expected))
+    assert [len(also(record)) > 40 for record in found] == [True] * 3, "before the run, and after each step"
+    assert also(found[0]) != also(found[2]), "the policy moves"
+    assert train_here(tmp_path / "without", **flags_of(problems, max_steps=1)) == 0
+    without = read_jsonl(tmp_path / "without" / "metrics.jsonl")
+    names = also(without[1]).keys()
+    assert not any(name.startswith("test_env.") for name in names)
+    assert {name: expected[1][name] for name in names} == also(without[1]), "neither replies nor their scores move"
+    assert without[1]["loss"] == expected[1]["loss"]

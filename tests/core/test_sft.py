@@ -80,21 +80,18 @@ def tiny():
 # What is trained
 
 
-@pytest.mark.parametrize("train_on", ["all", "last"])
-def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on, monkeypatch):
+def test_trained_are_the_tokens_that_transformers_marks(tiny, monkeypatch):
     """TRL's assistant_only_loss trains those between {% generation %} and {% endgeneration %} of a template."""
     messages = [{**message, "content": message["content"].replace("<|im_end|>", "and")} for message in THREE_TURNS]
     monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)  # marks
     marked = tiny.hf.apply_chat_template(
         messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encode_conversation(tiny, messages, train_on)
+    found = encode_conversation(tiny, messages)
     num_tokens = len(found)
     assert tiny.hf.decode(marked["input_ids"][num_tokens:]) == "\n", "a row ends with the last reply"
     assert found.tokens.tolist() == marked["input_ids"][:num_tokens]
     expected = np.array(marked["assistant_masks"][:num_tokens], bool)
-    if train_on == "last":
-        expected[: np.flatnonzero(~expected)[-1] + 1] = False
     assert found.mask.tolist() == expected.tolist()
     assert found.tokens[found.mask][-1] == tiny.special_ids["<|im_end|>"]
 
@@ -102,7 +99,7 @@ def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on, monkeypa
 def test_what_messages_spell_ends_no_reply(tiny):
     """Special tokens in a message are those of transformers; what is trained is the whole of each reply."""
     spelled = [ASK, {"role": "assistant", "content": "a<|im_end|>b"}, AGAIN, SUM]
-    row = encode_conversation(tiny, spelled, "all")
+    row = encode_conversation(tiny, spelled)
     end = tiny.special_ids["<|im_end|>"]
     assert row.tokens.tolist().count(end) == 6, "one for each message, and those that two of them spell"
     assert tiny.hf.decode(row.tokens[row.mask]) == "a<|im_end|>b<|im_end|>3+4=7<|im_end|>"
@@ -134,7 +131,7 @@ def test_a_template_that_cannot_be_split_is_refused(tiny, template):
     hf.chat_template = template
     for messages, words in zip((THREE_TURNS, [ASK, SUM]), TEMPLATES[template], strict=True):
         with pytest.raises(UserError, match=words):
-            encode_rows(replace(tiny, hf=hf), "rows", [messages], "all", 99, "error")
+            encode_rows(replace(tiny, hf=hf), "rows", [messages], 99, "error")
 
 
 def test_thinking_is_opened_once_if_the_template_opens_it(tiny):
@@ -143,7 +140,7 @@ def test_thinking_is_opened_once_if_the_template_opens_it(tiny):
         "{% if add_generation_prompt %}<think>\n{% endif %}"
     )
     for reply in ("<think>\nno</think>7", "no</think>7"):
-        row = encode_conversation(replace(tiny, hf=hf), [ASK, {"role": "assistant", "content": reply}], "all")
+        row = encode_conversation(replace(tiny, hf=hf), [ASK, {"role": "assistant", "content": reply}])
         assert tiny.hf.decode(row.tokens) == "Use 3 4 to make 7.<|im_end|><think>\nno</think>7<|im_end|>"
         assert tiny.hf.decode(row.tokens[row.mask]) == "no</think>7<|im_end|>"
 
@@ -157,18 +154,18 @@ def test_an_environment_with_other_prompts_is_named(tiny):
 
 def test_long_rows_are_refused_cut_or_dropped_and_counted(tiny):
     rows = [[ASK, SUM], THREE_TURNS, [{"role": "user", "content": "x" * 400}, SUM]]
-    lengths = [len(encode_conversation(tiny, row, "all")) for row in rows]
+    lengths = [len(encode_conversation(tiny, row)) for row in rows]
     most = lengths[0] + 20
     with pytest.raises(UserError, match=f"2 of 3 rows have more than --max_length {most} .* {max(lengths)}: raise"):
-        encode_rows(tiny, "rows", rows, "all", most, "error")
+        encode_rows(tiny, "rows", rows, most, "error")
     cut = ([lengths[0], most], "1 cut and 1")
     dropped = (lengths[:1], "0 cut and 2")
     for long_rows, (expected, words) in {"cut": cut, "drop": dropped}.items():
-        kept, note = encode_rows(tiny, "rows", rows, "all", most, long_rows)
+        kept, note = encode_rows(tiny, "rows", rows, most, long_rows)
         assert list(map(len, kept)) == expected
         assert f"{words} dropped at {most} tokens" in note
     with pytest.raises(UserError, match="no row has a reply within --max_length 5 tokens"):
-        encode_rows(tiny, "rows", rows, "all", 5, "cut")
+        encode_rows(tiny, "rows", rows, 5, "cut")
 
 
 # Loss and gradient
@@ -189,7 +186,7 @@ PLAIN_TEMPLATE = (
 
 def batch_of_conversations(tokenizer: Tokenizer) -> Batch:
     tokenizer.hf.chat_template = PLAIN_TEMPLATE
-    rows, _ = encode_rows(tokenizer, "rows", CONVERSATIONS, "all", 512, "error")
+    rows, _ = encode_rows(tokenizer, "rows", CONVERSATIONS, 512, "error")
     return sft.make_batch(rows)
 
 

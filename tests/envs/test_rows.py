@@ -312,7 +312,7 @@ def test_row_that_the_template_hides_is_named_by_its_line(tmp_path):
     path = write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
     data, _ = read_written(DataConfig(str(path), test_fraction=0.0))
     with pytest.raises(UserError, match=r"rows.jsonl:2: the model's chat template .* tool"):
-        encode_rows(tokenizer, "rows", data.env.conversations, "all", 512, "error")
+        encode_rows(tokenizer, "rows", data.env.conversations, 512, "error")
     env = Dataset(path=str(path), test_path=str(path), split="test")
     with pytest.raises(UserError, match=r"rows.jsonl:2: the model's chat template .* tool"):
         find_tasks("dataset", env, lambda x: tokenizer.chat(x.messages, tools=x.tools), 512)

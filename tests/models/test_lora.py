@@ -479,6 +479,6 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch)
     load = RolloutWorker.load_weights
     # Keeps the weights that the sampler reads.
     monkeypatch.setattr(RolloutWorker, "load_weights", lambda *given: read.append(load(*given)) or read[-1])
-    replay(str(tmp_path / "b" / "rollouts" / "step_1"), 5, 0, 1, single_device())
+    replay(str(tmp_path / "b" / "rollouts" / "step_1"), 5, single_device())
     assert "tokens are those of the run" in capsys.readouterr().out
     assert read[0][LAYERS][0]["mlp.up_proj.weight.T"].dtype == jnp.int8

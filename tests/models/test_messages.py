@@ -95,7 +95,7 @@ def test_prompts_rows_and_turns_have_the_ids_of_transformers(name, kind):
     render = partial(tok.hf.apply_chat_template, return_dict=False)
     for end in (1, 3):
         assert tok.chat(TURNS[:end]) == render(TURNS[:end], add_generation_prompt=True)
-    row = encode_conversation(tok, TURNS, "all")
+    row = encode_conversation(tok, TURNS)
     whole = render(TURNS)
     if name == "nothing behind the last reply":  # the next turn's sign ends a reply
         whole.append(tok.special_ids["<|turn|>"])
@@ -144,7 +144,7 @@ def test_a_base_model_begins_with_what_its_tokenizer_puts_first(kind):
     tok = make(kind, None)
     assert tok.chat([TURNS[0]]) == tok.hf("Use 4.\n")["input_ids"]
     assert tok.first_ids == [tok.special_ids["<s>"]]
-    row = encode_conversation(tok, TURNS[:2], "all")
+    row = encode_conversation(tok, TURNS[:2])
     assert row.tokens.tolist() == tok.hf("Use 4.\nfour</s>")["input_ids"]
     assert not row.mask[0]
     tok = make(kind, TEMPLATES["plain turns"])
@@ -156,7 +156,7 @@ def test_what_ends_a_turn_by_the_template_ends_a_completion():
     tok = make("bytes", TEMPLATES["plain turns"])
     end = tok.special_ids["<|end|>"]
     assert tok.stop_ids == (tok.special_ids["</s>"], end)
-    row = encode_conversation(tok, TURNS, "last")
+    row = encode_conversation(tok, TURNS)
     assert row.tokens[-1] == end
     assert tok.special_ids["</s>"] not in row.tokens
     bridge = tok.bridge(TURNS[:1], TURNS[2:3])
@@ -169,7 +169,7 @@ def test_replies_of_weight_0_are_not_trained():
     rows = {}
     for weights in ((None, None), (0, 1), (1, 0)):
         given = [message | {"weight": weight} for message, weight in zip(REPLIES, weights, strict=True)]
-        row = encode_conversation(tok, [TURNS[0], given[0], TURNS[2], given[1]], "all")
+        row = encode_conversation(tok, [TURNS[0], given[0], TURNS[2], given[1]])
         rows[weights] = row.tokens.tolist(), tok.hf.decode(row.tokens[row.mask])
     assert [text for _, text in rows.values()] == ["four<|end|> 12-11+4\n<|end|>", " 12-11+4\n<|end|>", "four<|end|>"]
     assert len({tuple(ids) for ids, _ in rows.values()}) == 1
@@ -191,12 +191,12 @@ def test_calls_are_rendered_with_arguments_as_objects_or_as_text():
     for call in (CALL, as_text):
         messages = [CALLED[0], says("assistant", None, tool_calls=[call]), RESULT]
         assert tok.chat(messages, None, tools=[SCHEMA]) == expected
-        row = encode_conversation(tok, [*messages, says("assistant", "7")], "all", [SCHEMA])
+        row = encode_conversation(tok, [*messages, says("assistant", "7")], [SCHEMA])
         assert tok.hf.decode(row.tokens[row.mask]) == (
             '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>7<|im_end|>'
         )
     thought = [TURNS[0], says("assistant", "7", reasoning_content="Three and four.")]
-    row = encode_conversation(tok, thought, "all")
+    row = encode_conversation(tok, thought)
     assert row.tokens.tolist() == tok.hf.apply_chat_template(thought, return_dict=False)[:-1]
     assert tok.hf.decode(row.tokens[row.mask]).startswith("<think>\nThree and four.\n</think>\n\n7")
 
@@ -222,7 +222,7 @@ def test_a_key_that_is_not_shown_is_named(messages, words):
     assert words in str(error.value)
     if "tool_calls" in words or "reasoning" in words:
         with pytest.raises(UserError) as error:
-            encode_conversation(tok, [*messages, *TURNS[:2]], "all")
+            encode_conversation(tok, [*messages, *TURNS[:2]])
         assert words in str(error.value)
 
 
@@ -292,11 +292,11 @@ def test_allowed_differences_are_named():
     assert f"here: {oracle.ANNOUNCED}" in samples(tok, make_env("calculator"))
     assert samples(tok, make_env("countdown")) == ()
     rows = [[*TURNS[:2]], TURNS]
-    assert check_rows(tok, "rows", rows, "all") == [oracle.DROPPED]
+    assert check_rows(tok, "rows", rows) == [oracle.DROPPED]
     other = make("bytes", TEMPLATES["nothing behind the last reply"])
-    (note,) = check_rows(other, "rows", rows, "all")
+    (note,) = check_rows(other, "rows", rows)
     assert "<|turn|> ends those of rows" in note
-    assert check_rows(make("pieces", TEMPLATES["trimmed"]), "rows", rows, "all") == []
+    assert check_rows(make("pieces", TEMPLATES["trimmed"]), "rows", rows) == []
 
 
 def test_thinking_is_looked_for_in_all_rows():
@@ -306,8 +306,8 @@ def test_thinking_is_looked_for_in_all_rows():
     rows = [[says("user", "1?"), says("assistant", "one"), says("user", "2?"), says("assistant", "two")]] * 20
     thought = [rows[0][0], says("assistant", "<think>hm</think>one"), *rows[0][2:]]
     tok = make("pieces", template)
-    assert check_rows(tok, "rows", rows, "all") == []
-    assert check_rows(tok, "rows", [*rows, thought], "all") == [oracle.DROPPED]
+    assert check_rows(tok, "rows", rows) == []
+    assert check_rows(tok, "rows", [*rows, thought]) == [oracle.DROPPED]
 
 
 def test_a_base_model_without_its_first_token_is_noticed():

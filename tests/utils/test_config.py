@@ -507,7 +507,6 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
         ("--port 0", PageCommand),
         ("--port 65536", PageCommand),
         ("--rollouts=", ReplayCommand),
-        ("--rollouts x/rollouts/step_1 --num_samples 0", ReplayCommand),
     ],
 )
 def test_a_chat_has_samples_and_a_port(line, command, capsys):

@@ -305,29 +305,18 @@ def rollouts(folder: Path, step: int) -> str:
     return str(folder / "rollouts" / f"step_{step}")
 
 
-def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
+def test_stored_episodes_are_drawn_again(whole, capsys):
     layout = single_device()
     for step, row in ((1, 6), (2, 3)):
         path = rollouts(whole, step)
         stored, _ = read_stored(path, row)
         capsys.readouterr()
-        replay(path, row, 0, 1, layout)
+        replay(path, row, layout)
         num_tokens = len(stored.tokens) - stored.prompt_length
         printed = capsys.readouterr().out
         assert f"all {num_tokens} tokens are those of the run" in printed
-        assert "drawn anew" not in printed
         title = f"step {step}, row {row}, sample {row % G} of problem {stored.task}: "
         assert re.search(rf"^{title}.*Guess \d+ to \d+\.", printed, re.MULTILINE | re.DOTALL)
-    replay(path, row, len(stored.turns), 3, layout)
-    tokenizer = load_tokenizer(TINY)
-    beginning = [f"assistant: {tokenizer.decode(turn)}\n" for turn in stored.turns[:-1]]
-    branches = re.split(r"#{8} branch \d of 3\n", capsys.readouterr().out)[1:]
-    assert len(branches) == 3
-    for branch in branches:
-        before, after = branch.split(f"-------- drawn anew from turn {len(stored.turns)} on\n")
-        turns = re.split(r"user: \S+\n", before)
-        assert turns == [*beginning, ""]
-        assert after.startswith("assistant: ")
 
 
 def play_again(groups: list[Sequence[Stored]], config: Config, step: int) -> Episodes:
@@ -386,7 +375,7 @@ def test_a_replay_says_why_its_tokens_may_be_others(whole, tmp_path, capsys):
     arrays = dict(np.load(file))
     arrays["tokens"][6, arrays["lengths"][6] - 1] += 1  # no weights draw this one
     np.savez(file, **arrays)
-    replay(str(file), 6, 0, 1, single_device())
+    replay(str(file), 6, single_device())
     assert "is another than in the run: its weights, devices or" in capsys.readouterr().out
 
 
@@ -408,17 +397,9 @@ def test_run_killed_within_episodes_ends_as_a_whole_one(whole, tmp_path):
     assert all((found[name] == x).all() for name, x in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("row", "from_turn", "message"),
-    [
-        (24, 0, "give 0 to 23"),
-        (0, 9, "give 1 to ."),
-        (0, -1, "give 1 to ."),
-    ],
-)
-def test_mistakes_of_a_replay(whole, row, from_turn, message):
-    with pytest.raises(UserError, match=message):
-        replay(rollouts(whole, 1), row, from_turn, 1, single_device())
+def test_row_that_is_not_stored_is_named(whole):
+    with pytest.raises(UserError, match="give 0 to 23"):
+        replay(rollouts(whole, 1), 24, single_device())
 
 
 QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"

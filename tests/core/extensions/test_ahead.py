@@ -69,7 +69,7 @@ def test_rollouts_are_drawn_by_the_model_before_the_last_updates(case, wholes, c
     for step, model in {1: 0, 2: 0, 3: 1, 5: 3}.items():
         np.testing.assert_array_equal(draw_again(folder, step, model), drawn_tokens(folder, step))
     assert not np.array_equal(draw_again(folder, 5, 4), drawn_tokens(folder, 5))
-    replay(str(folder / "rollouts" / "step_3"), 5, 0, 1, single_device())
+    replay(str(folder / "rollouts" / "step_3"), 5, single_device())
     assert "tokens are those of the run" in capsys.readouterr().out
 
 
