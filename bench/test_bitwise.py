@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench.bitwise import Command, main, make_sampler, sample, trainer_logprobs
+from bench.bitwise import CACHES, Command, main, make_sampler, sample, trainer_logprobs
 from bench.common import ROOT, make_prompts
 from models.checkpoint import load_model
 from models.decoder import token_outputs
@@ -19,7 +19,7 @@ FOLDER = str(ROOT / "tests/fixtures/qwen3-tied")
 def sampled():
     """A sampler in float32, parameters, and 16 completions that were sampled in one call."""
     model, params, _ = load_model(FOLDER, dtype="float32")
-    sampler = make_sampler(model, "step", num_tokens=12)
+    sampler = make_sampler(model, next(iter(CACHES)), num_tokens=12)
     prompts = make_prompts(model.vocab_size, 2, 9)
     return sampler, params, prompts, sample(sampler, sampler.load_weights(params), prompts, 8, num_rows=16)
 

@@ -109,13 +109,13 @@ def load_rows(
 
 
 def check_text(row: RawRow) -> None:
-    """Raises ValueError for text with half a surrogate pair, which JSON can hold, and which other encodings become."""
+    """Raises UserError for text with half a surrogate pair, which JSON can hold, and which other encodings become."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         character = error.object[error.start]
         is_byte = "\udc80" <= character <= "\udcff"  # of another encoding
-        raise ValueError(f"it holds {character!a}, which is {NOT_UTF8 if is_byte else 'not UTF-8'}") from error
+        raise UserError(f"it holds {character!a}, which is {NOT_UTF8 if is_byte else 'not UTF-8'}") from error
 
 
 def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, skip: str) -> str:

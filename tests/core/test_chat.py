@@ -139,7 +139,7 @@ def test_the_command_talks_on_a_terminal():
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("text", ["\ud83d", "a\udcff", "\0"])
+@pytest.mark.parametrize("text", ["\ud83d", "a\udcff"])
 def test_half_characters_are_refused_in_a_sentence(text):
     with pytest.raises(UserError, match="it holds"):
         ChatModel.reply(None, [{"role": "user", "content": text}], print)

@@ -58,7 +58,7 @@ DAMAGE = {
     "nothing": lambda content: b"",
     "zeros": lambda content: bytes(len(content)),
     "another encoding": lambda content: content.decode("latin-1").encode("utf-16"),
-    "other values": lambda content: b'{"env_name": "countdown", "test_env_options": "x", "run": {"seconds": 1}}',
+    "other values": lambda content: b'{"env_name": "countdown", "temperature": "hot", "run": {"seconds": 1}}',
 }
 
 

@@ -6,13 +6,6 @@ import envs
 from core.eval import show
 from envs.prompts import tasks_that_fit
 from envs.scoring.shaping import add_truncation_penalty
-from envs.settings import EnvConfig
-
-
-def test_settings_become_options_of_the_environment():
-    assert EnvConfig().flags == {}
-    flags = EnvConfig(data_dir="d", reward="f.py:r").flags
-    assert flags == {"data_dir": "d", "reward": "f.py:r"}
 
 
 def test_truncated_replies_pay_what_the_environment_says():

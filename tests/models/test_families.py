@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from core.records import Completions
+from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.families import FAMILIES
 from models.names import Params
-from tests.helpers import GrowingSampler, assert_close, depth, gradient_depth, slow
+from tests.helpers import assert_close, depth, gradient_depth, slow
 from tests.processes import on_four_devices
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -37,7 +38,7 @@ def generate(model: Decoder, params: Params, layout: Layout) -> Completions:
     """Draws in segments, so that the cache grows and rows that have ended leave."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in LENGTHS]
-    sampler = GrowingSampler(model, LIMIT, STOPS, segment=10, layout=layout)
+    sampler = Sampler(model, LIMIT, STOPS, segment=10, layout=layout)
     return sampler.generate(sampler.load_weights(params), prompts, np.arange(len(prompts)), G, jax.random.key(0))
 
 
