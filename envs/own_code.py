@@ -8,10 +8,9 @@ import importlib
 import inspect
 import math
 import os
-import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,17 +22,6 @@ from utils.settings.errors import UserError, most_similar
 
 LOADED: dict[Path, tuple[str, int]] = {}  # by file: the module's name, and when the file was changed
 LMPO = ("core", "envs", "models", "recipes", "utils")
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
-NAMED = "REWARD_"
-
-
-def passed_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables of programs that may run what a model writes: none with the name of a secret.
-
-    REWARD_NAME is passed, also as NAME.
-    """
-    named = {name.removeprefix(NAMED): x for name, x in variables.items() if name.startswith(NAMED)}
-    return named | {name: x for name, x in variables.items() if name.startswith(NAMED) or not SECRET.search(name)}
 
 
 class Named(NamedTuple):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import sys
 from collections import deque
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self
 
-from envs.own_code import ROOT, passed_variables
+from envs.own_code import ROOT
 from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
@@ -25,9 +26,20 @@ from recipes.agents.server import JSON, BadRequest, Caller, Server
 from recipes.agents.sessions import FULL, Asked, Dialogue, Endpoint, Rewards, Session
 from utils.settings.errors import UserError, on_one_line
 
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
+NAMED = "REWARD_"
 MODEL = "policy"  # its name at the endpoint
 START = 120  # seconds that the import of the user's file may take
 LATE = 30  # seconds behind a program's time limit, in which its report must have come
+
+
+def passed_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables of programs that may run what a model writes: none with the name of a secret.
+
+    REWARD_NAME is passed, also as NAME.
+    """
+    named = {name.removeprefix(NAMED): x for name, x in variables.items() if name.startswith(NAMED)}
+    return named | {name: x for name, x in variables.items() if name.startswith(NAMED) or not SECRET.search(name)}
 
 
 class AgentJob(NamedTuple):

@@ -23,7 +23,7 @@ from envs.base import Reply  # noqa: E402
 from envs.scoring.worker import Failure  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
-from recipes.agents.host import AgentHost, AgentJob, read_rewards  # noqa: E402
+from recipes.agents.host import AgentHost, AgentJob, passed_variables, read_rewards  # noqa: E402
 from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
 from recipes.agents.server import Caller, Server  # noqa: E402
 from recipes.agents.sessions import BUDGET, Asked, Endpoint, Session  # noqa: E402
@@ -375,3 +375,9 @@ def test_requests_of_others_are_refused_and_hold_nobody_up(program):
         ends = play(host, [AgentJob(0, {"kind": "is paid"}, 0)])
         assert ends[0]["return"] == 0.5
         assert threading.active_count() < 50
+
+
+def test_programs_get_no_variables_with_the_name_of_a_secret():
+    hidden = {"HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "DB_PASSWORD": "p", "WANDB_API_KEY": "k"}
+    given = {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", **hidden}
+    assert passed_variables(given) == {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", "SEARCH_KEY": "s"}

@@ -12,7 +12,7 @@ import pytest
 from core.run.fingerprints import fingerprint_code
 from envs import make_env
 from envs.base import Episode, Reply, Step
-from envs.own_code import code_files, passed_variables, read_names
+from envs.own_code import code_files, read_names
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.worker import Turns, answer
 from envs.settings import EnvConfig, resolve_settings
@@ -359,12 +359,6 @@ def test_a_file_that_cannot_be_imported_ends_the_start(folder, monkeypatch, code
     env = resolve_settings(config, "dataset", 8, 0).env
     assert "functions" not in vars(env.rewards), "this process has not executed the file so far"
     assert returns(env, "a") == [1.0]
-
-
-def test_programs_get_no_variables_with_the_name_of_a_secret():
-    hidden = {"HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "DB_PASSWORD": "p", "WANDB_API_KEY": "k"}
-    given = {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", **hidden}
-    assert passed_variables(given) == {"PATH": "/bin", "REWARD_SEARCH_KEY": "s", "SEARCH_KEY": "s"}
 
 
 EPISODES = """
