@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from core.config import BETAS, SAMPLED, SELF, SIBLING, Config
+from core.config import Config
 from core.learner import Learner, Update
 from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
@@ -34,6 +34,7 @@ from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, counted
+from utils.settings.groups import BETAS, SAMPLED, SELF, SIBLING
 
 MOST_TRUNCATED = 0.3  # share of completions; a step above it is warned of: see utils/metrics/health.py
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802

@@ -1,6 +1,6 @@
 """Distillation: divergences of whole next-token distributions, and what they add to the loss.
 
-Its options: core/config.py. The teacher itself, its second prompt and its average: core/extensions/teacher.py.
+Its options: utils/settings/groups.py. The teacher, its second prompt and its average: core/extensions/teacher.py.
 Letters: R rows of logits, V vocabulary, B rows of a batch, T row length; p the policy, q the teacher.
 """
 

@@ -224,7 +224,7 @@ def test_plan_counts_the_copied_head_of_a_teacher_on_tpus(monkeypatch):
     head = jnp.ones((64, 24), "bfloat16")
     assert second_layout(model, head) is None
     # A device that is not here.
-    monkeypatch.setattr("models.memory.runs_on", lambda model, platform: platform == "tpu")
+    monkeypatch.setattr("core.extensions.teacher.runs_on", lambda model, platform: platform == "tpu")
     assert bytes_on_device((head, second_layout(model, head))) == 2 * head.nbytes
 
 

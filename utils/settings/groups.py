@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
-from utils.settings.errors import UserError, check_installed
+from utils.settings.errors import UserError, check_installed, refuse
 from utils.settings.options import option
+
+SELF, SIBLING = "self", "sibling"
+SAMPLED = "sampled"
+BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # by --distill: see `divergence` of core/terms/distill.py
 
 
 @dataclass(frozen=True)
@@ -232,3 +236,58 @@ class LoraConfig:
             raise UserError(
                 "--base_dtype int8 cannot hold the sum that --lora_merge always makes: leave one of the two out"
             )
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation."""
+
+    teacher: str = option(
+        "",
+        "Teacher model q; the policy p learns q's next-token distributions on p's own completions. A Hugging Face "
+        "folder, hub id, run folder (its last step) or adapter folder; self: the policy with --teacher_prefix, or "
+        "averaged (--teacher_decay); empty: none",
+    )
+    distill: str = option(
+        "reverse",
+        "Loss of --teacher, over the whole vocabulary; reverse: KL(p || q); forward: KL(q || p); jsd: the mean of "
+        "KL(p || m) and KL(q || m), m = (p + q) / 2. sampled: no loss of its own, but log q - log p of the sampled "
+        "tokens is added to their advantages",
+        [*BETAS, SAMPLED],
+    )
+    distill_coef: float = option(
+        1.0, "Coefficient of the divergence in the loss; with --distill sampled, of the addition to advantages"
+    )
+    teacher_prefix: str = option(
+        "",
+        "System message before the prompt that only the teacher reads: a text, or @FILE with the text; sibling: "
+        "another completion of the group whose reward is 1 or more; empty: none",
+    )
+    teacher_decay: float = option(
+        0.0,
+        "Decay per step of the average of policies that --teacher self uses; 0: no average, the policy of each step",
+    )
+
+
+def check_distillation(config: DistillConfig, advantage: str, group_size: int) -> None:
+    """Raises UserError for options of distillation that contradict each other or the advantage."""
+    options = [name for name, value in vars(config).items() if value != getattr(type(config), name)]
+    is_self = config.teacher == "self"
+    refuse([
+        (not config.teacher and advantage == "none",
+         "--advantage none learns nothing without --teacher: give --teacher, or another advantage"),
+        (not config.teacher and options != [],
+         f"--{' --'.join(options)} has no effect without --teacher: give --teacher, or leave it out"),
+        (config.distill_coef <= 0, f"--distill_coef {config.distill_coef} must be above 0: raise it"),
+        (not 0 <= config.teacher_decay < 1,
+         f"--teacher_decay {config.teacher_decay} must be from 0 to below 1: correct it"),
+        (config.teacher_decay > 0 and not is_self,
+         "--teacher_decay averages the policies of --teacher self: give --teacher self, or leave it out"),
+        (is_self and not config.teacher_prefix and not config.teacher_decay,
+         "--teacher self is the policy itself and teaches nothing new: give it another prompt by --teacher_prefix, or "
+         "--teacher_decay"),
+        (config.teacher_prefix == "sibling" and group_size < 2,
+         "--teacher_prefix sibling shows another completion of the group: raise --group_size above 1"),
+        (config.teacher != "" and advantage == "best_k",
+         "--advantage best_k drops the other completions, which --teacher is to teach: choose another advantage"),
+    ])  # fmt: skip

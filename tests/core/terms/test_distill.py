@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from core.advantages import compute_advantages
-from core.config import BETAS, SAMPLED, SIBLING, Config
+from core.config import Config
 from core.extensions import teacher as teachers
 from core.extensions.teacher import (
     SHOWN,
@@ -45,6 +45,7 @@ from utils.devices.startup import DeviceConfig, make_layout
 from utils.metrics.health import HealthChecks
 from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import UserError
+from utils.settings.groups import BETAS, SAMPLED, SIBLING
 
 FIXTURES = ROOT / "tests" / "fixtures"
 OTHER = replace(MODEL, hidden_size=24, intermediate_size=40, num_hidden_layers=1, tie_word_embeddings=True)
