@@ -99,7 +99,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """
     run, trained = find_run(str(options.get("model_dir", "")))
     trained, known = trained or demo_of_tiny(options), options_of(EvalCommand)
-    name_source(run, trained.keys() - known.keys())  # such as test_env_name: only the run can have set them
+    name_source(run, {"test_env_name", *trained} - known.keys())  # only the run can have set them
     trained = as_held_out(trained)
     trained_on = str(trained.get("env_name", ""))
     played = parse_environments(str(options.get("env_name", trained_on)), "--env_name").values()

@@ -16,7 +16,7 @@ import pytest
 from envs import make_env
 from envs.base import INLINE, Env, Reply, Step
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.worker import EpisodeCache, Turns
+from envs.scoring.worker import Turns
 from recipes.python_tool import sandbox
 from recipes.python_tool.interpreter import CodeError, Interpreter
 from tests.helpers import slow
@@ -73,10 +73,6 @@ def test_results_and_errors(code, result):
 def test_hashes_are_the_same_in_every_process():
     code = "list({'a', 'b', 'c', 'd', 'e'})"
     assert run(code) == run(code)
-
-
-def test_packages_of_this_environment_are_there():
-    assert run("import numpy as np\nint(np.linalg.inv(np.eye(3) * 0.5).sum())") == "6"
 
 
 @pytest.mark.parametrize(
@@ -323,16 +319,6 @@ def test_numbers_are_those_of_the_kernel(column):
     assert f"{len(table)} system calls" in (ROOT / "recipes/python_tool/README.md").read_text()
 
 
-def test_system_calls_are_refused_by_number():
-    """With arguments that do no harm should one be allowed; other errors than EPERM would show that it was tried."""
-    column = sandbox.MACHINES.index(platform.machine())
-    numbers = set(range(512)) - {numbers[column] for numbers in sandbox.ALLOWED.values()}
-    numbers -= {335, 336}  # x86_64's uretprobe and uprobe, which the kernel shows to no filter: they end the process
-    code = f"{CALL}\n[number for number in {sorted(numbers)} if call(number, -1, -1, -1, -1, -1) != (-1, 1)]"
-    assert len(numbers) > 420
-    assert run(code) == "[]"
-
-
 CALL = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -459,15 +445,6 @@ def test_questions_are_asked_and_graded_by_their_environment(dialect):
     assert episode.act(last).info == {"tool_calls": 0, "tool_errors": 0, "correct_answer": 1.0, "format": 1.0}
     wrong = env.episode(problem, 0).act(Reply("It is \\boxed{-7.5}."))
     assert (wrong.reward, wrong.info["correct_answer"], wrong.done) == (0.0, 0.0, True)
-
-
-def test_an_episode_is_played_again_from_its_replies():
-    env = gsm8k()
-    replies = replies_of(env, "{'a', 'b', 'c'}")
-    episode = env.episode(env.problem(0), 0)
-    steps = [episode.act(reply) for reply in replies]
-    turns = [Turns(0, replies[:n]) for n in (1, 2)]
-    assert [EpisodeCache().play(env, env.problem, 0, turn) for turn in turns] == steps
 
 
 def test_code_runs_in_processes_that_score():

@@ -193,13 +193,6 @@ def test_tokens_are_those_of_a_loop_without_cache(temperature):
         assert len(different) == len(ROWS), "each row its own draws"
 
 
-def test_greedy_takes_the_likeliest_token():
-    r = free(0.0)
-    likeliest = logits_of(r.tokens)[:, :-1].argmax(-1)
-    is_drawn = r.mask[:, 1:]
-    np.testing.assert_array_equal(r.tokens[:, 1:][is_drawn], likeliest[is_drawn])
-
-
 # What ends a completion
 
 

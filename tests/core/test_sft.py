@@ -1,7 +1,5 @@
 """Supervised fine-tuning: what is trained, its loss and gradient, runs that resume, rows that are refused."""
 
-import csv
-import gzip
 import json
 import os
 import re
@@ -254,29 +252,6 @@ def test_interval_of_held_out_loss_holds_the_loss_of_all():
 # Rows
 
 
-def columns_of(conversation: list[dict]) -> dict:
-    return {"prompt": conversation[:-1], "completion": conversation[-1:]}
-
-
-def test_all_forms_of_a_row_are_the_same_conversation(tmp_path):
-    pairs = [(f"Say {i}.", f"<b>{i}</b>") for i in range(30)]
-    texts = [{"prompt": prompt, "completion": reply} for prompt, reply in pairs]
-    roles = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}] for prompt, reply in pairs]
-    files = [write_jsonl(tmp_path / "texts.jsonl", texts)]
-    files += [write_jsonl(tmp_path / "lists.jsonl", [*map(columns_of, roles)])]
-    files += [write_jsonl(tmp_path / "messages.jsonl", [{"messages": x, "tools": None, "source": "me"} for x in roles])]
-    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps([{"messages": x} for x in roles]).encode()))
-    with (tmp_path / "rows.csv").open("w") as file:
-        table = csv.DictWriter(file, ["prompt", "completion"])
-        table.writeheader()
-        table.writerows(texts)
-    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": x} for x in roles]), tmp_path / "rows.parquet")
-    files += [tmp_path / name for name in ("rows.json.gz", "rows.csv", "rows.parquet")]
-    found = [read_written(DataConfig(str(file), test_fraction=0.0))[0].env.conversations for file in files]
-    assert found == [roles] * len(files)
-
-
 @pytest.mark.parametrize("fraction", [0.05, 0.15, 0.35, 0.5, 0.7, 0.95])
 def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
     rows = [{"prompt": f"Say {i}.", "completion": f"{i} {k}"} for i in range(100) for k in range(1 + i % 3)]
@@ -307,23 +282,6 @@ def test_sft_and_dataset_hold_out_the_same_rows(tmp_path):
     assert (tests, data.env.num_tasks) == ([], len(rows + more)), "a prompt may have several replies"
 
 
-REFUSED = {
-    "it has no turn of the assistant": {"messages": [ASK]},
-    "before it": {"messages": [SUM, ASK, SUM]},
-    "needs one of another role": {"messages": [ASK, SUM, SWAPPED]},
-    "a turn of the assistant is empty": {"prompt": "a", "completion": " "},
-    "neither messages nor prompt and completion, only 'question', 'ok': .*--columns": {"question": "a", "ok": "b"},
-    "half a surrogate|not UTF-8": {"messages": [ASK, {"role": "assistant", "content": "\ud800"}]},
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_untrainable_row_is_refused_by_file_and_line(tmp_path, words):
-    file = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, SUM]}, REFUSED[words]])
-    with pytest.raises(UserError, match=f"rows.jsonl:2 is malformed: .*({words}).* Correct it, or remove it"):
-        read_written(DataConfig(str(file)))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -339,17 +297,6 @@ def test_untrainable_row_is_refused_by_file_and_line(tmp_path, words):
 def test_a_wrong_option_is_refused_in_a_sentence(options, words):
     with pytest.raises(UserError, match=words):
         read_written(make_config(SFTConfig, **options).data)
-
-
-def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
-    def offline(*_):
-        raise ConnectionError("Couldn't reach the Hub")
-
-    # A machine without network.
-    monkeypatch.setattr("envs.data.hub.fetch_split", offline)
-    for read in (lambda: read_written(DataConfig("me/mine")), lambda: make_env("dataset", path="me/mine")):
-        with pytest.raises(UserError, match="load me/mine .* get it by `hf download me/mine .* name the folder"):
-            read()
 
 
 # Runs
@@ -475,14 +422,3 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
     assert start == after
     assert end > start + 2
     assert "warning" not in done.stdout + done.stderr
-
-
-def test_run_ends_by_a_rule_of_stop_at(tmp_path, capsys):
-    rows = [{"prompt": f"Use {i} 4.", "completion": str(i)} for i in range(40)]
-    flags = {"data": write_jsonl(tmp_path / "rows.jsonl", rows)}
-    flags |= {"max_steps": 3, "num_epochs": 0, "batch_size": 4, "test_interval": 0}
-    assert run(tmp_path / "run", **flags, stop_at="1: data/loss>0") == 0
-    assert "--stop_at 1: data/loss>0 ended the run at step 1." in capsys.readouterr().out
-    assert [row["global_step"] for row in records(tmp_path / "run")] == [0, 1]
-    assert run(tmp_path / "run", **flags, stop_at="env/return>1") == 0
-    assert "warning: --stop_at env/return>1: the run has logged no metric env/return" in capsys.readouterr().out

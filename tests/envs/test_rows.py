@@ -144,6 +144,11 @@ def test_forms_of_rows_are_the_same_for_rl_and_sft(tmp_path, form):
     assert env.score(env.problem(0), "It is 10.")["return"] == 1.0
 
 
+def test_prompt_and_completion_are_texts_or_messages(tmp_path):
+    for prompt, completion in ((ASK["content"], SAY["content"]), ([ASK], [SAY])):
+        assert read_sft(tmp_path, {"prompt": prompt, "completion": completion, "tools": None}) == [ASK, SAY]
+
+
 def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
     row = {"instruction": "Add.", "input": "3, 7", "output": "10", "system": "Be short."}
     expected = [("system", "Be short."), ("user", "Add.\n3, 7")]
@@ -290,6 +295,11 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"messages": [ASK]}, "it has no turn of the assistant"),
+        ({"messages": [SAY, ASK, SAY]}, "needs one of another role before it"),
+        ({"messages": [ASK, SAY, SAY]}, "needs one of another role before it"),
+        ({"messages": [ASK, {**SAY, "content": " "}]}, "a turn of the assistant is empty"),
+        ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "half a surrogate|not UTF-8"),
         ({"loss_mask": [1, 0, 1]}, "column loss_mask has 3 values for 4 messages and 2 replies"),
         ({"loss_mask": [1, 1, 1, 1]}, "loss_mask at message 1 has loss_mask=1: only messages of the assistant"),
         ({"weight": 0.5}, "has weight=0.5: a reply is trained"),
@@ -302,7 +312,7 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
     ],
 )
 def test_what_is_wrong_in_a_row_of_sft_is_named(tmp_path, row, words):
-    with pytest.raises(UserError, match=f"sft.jsonl:1 is malformed: .*{words}"):
+    with pytest.raises(UserError, match=f"sft.jsonl:1 is malformed: .*({words}).* Correct it, or remove it"):
         read_sft(tmp_path, {"messages": TURNS, **row})
 
 

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import string
-from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.chains.attach import compare_samples
-from core.chains.turns import Conversations, answering_calls
+from core.chains.turns import Conversations
 from core.config import Config
 from core.eval import show
 from core.records import Episodes
@@ -33,7 +32,7 @@ from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from recipes.agents.rollouts import check_forged
 from tests import other_trainers
-from tests.helpers import MODEL, ROOT, reading_script, slow
+from tests.helpers import ROOT, reading_script, slow
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse
@@ -689,16 +688,6 @@ def with_signs() -> Tokenizer:
     tokenizer = load_tokenizer(TINY)
     tokenizer.hf.add_tokens([*DIALECTS["python"]], special_tokens=True)
     return tokenizer
-
-
-def test_a_turn_stops_at_an_inline_call():
-    python = DIALECTS["python"]
-    sampler = Sampler(MODEL, 10, (3,), tokenizer=tokenizer_of(TINY))
-    assert answering_calls(sampler, DIALECTS["qwen"]) == sampler
-    assert answering_calls(sampler, python).stop_strings == ("<|python_end|>",)
-    sampler = replace(sampler, tokenizer=with_signs())
-    stop_id = sampler.tokenizer.added_ids["<|python_end|>"]
-    assert answering_calls(sampler, python).stop_ids == (3, stop_id)
 
 
 def play(

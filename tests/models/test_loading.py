@@ -118,26 +118,17 @@ NORM = "model.layers.1.input_layernorm.weight"
 EMBED = "model.embed_tokens.weight"
 CONTENTS = {"empty": "", "list": "[]", "half": '{"a": ', "nested": NESTED, "latin-1": b'{"a": "\xe9"}'}
 FIELDS = {  # values of another type or size
-    "architectures": ([], "Qwen3ForCausalLM", [5]),
     "vocab_size": ("79", 79.5, 0, -1, [79]),
-    "hidden_size": ("32", 0, {}),
-    "intermediate_size": ("40", -40),
-    "num_hidden_layers": (0,),
     "num_attention_heads": (0, "4", 3, [4]),
-    "num_key_value_heads": (0, 3, "2"),
     "head_dim": (0, 7, "8"),
     "rope_scaling": ("linear", 5),
     "rope_parameters": ("x", {"rope_type": {}}),
     "layer_types": (5, "full_attention", [[]], [5]),
-    "mlp_only_layers": ("x", [0]),
-    "hidden_act": (5, []),
     "dtype": (5, "int8", "x"),
     "quantization_config": ("x", {"bits": 4}),
 }
 TEMPLATES = {
     "syntax": "{% if %}",
-    "unknown filter": "{{ messages | nonesuch }}",
-    "exception": "{{ raise_exception('no') }}",
     "zero": "{{ 1 / 0 }}",
     "sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",

@@ -636,11 +636,6 @@ def test_saved_template_renders_training_prompts_by_default(template, is_file, t
     assert (tmp_path / "chat_template.jinja").exists() == is_file
 
 
-def test_a_template_without_a_switch_is_saved_unchanged(tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5]))
-    assert tokenizer.with_training_prompts(False, "") is tokenizer
-
-
 @pytest.mark.parametrize("template", [QWEN3, SMOLLM2], ids=["qwen3", "smollm2"])
 def test_transformers_pipeline_prompts_a_saved_model_the_same(template, tmp_path):
     """Its own code prepares the prompt, without torch: only the class of the arrays differs."""
@@ -684,10 +679,3 @@ def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
         assert read.max_new_tokens == 64
         assert generation_settings(settings | {"temperature": 0}, 64) == {"max_new_tokens": 64, "do_sample": False}
     assert load_tokenizer(tmp_path).stop_ids == tuple(ids)
-
-
-def test_every_id_of_generation_config_ends_a_completion(tmp_path):
-    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 7, 5]))
-    assert tokenizer.stop_ids == (5, 7, tokenizer.hf.eos_token_id)
-    tokenizer.save(tmp_path)
-    assert load_tokenizer(tmp_path).stop_ids == tokenizer.stop_ids

@@ -310,19 +310,6 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
     assert told >= 4, "arrays, their index, the manifest, the progress; nobody reads the rest"
 
 
-def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    newest = folder / "state" / str(STEPS)
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 4
-    largest.write_bytes(content)
-    assert train(folder) == 0
-    assert f"step {STEPS} is damaged" in capsys.readouterr().out
-    assert_same(folder, whole)
-
-
 def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
     with started(small_run(tmp_path)) as run:
         save(run, 1)
@@ -463,13 +450,6 @@ def test_a_run_whose_data_or_reward_has_changed_is_not_resumed(kind, tmp_path, c
     started(run).folder.release()
     (segment,) = run_of(folder)["segments"]
     assert re.search(what, segment["text"])
-
-
-@pytest.mark.parametrize("name", ["countdown3", "poem"])
-def test_fingerprint_is_stable_and_differs_between_splits(name):
-    envs = [make_env(split) for split in (name, name, f"{name}-test")]
-    first, again, other = map(fingerprints.fingerprint_env, envs)
-    assert first == again != other
 
 
 DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
@@ -634,22 +614,6 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     assert f"pid={os.getpid()}\n" in other_machine.read_text()
     held.release()
     assert not [*other_machine.parent.iterdir()]
-
-
-def test_killed_run_frees_its_folder(tmp_path, capsys):
-    program = (
-        "from utils.runs import lock; from pathlib import Path; import sys; lock.HEARTBEAT = 0.05\n"
-        "held = lock.FolderLock(Path(sys.argv[1])); print(flush=True); input()"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, stdin=-1, stdout=-1)
-    holder.stdout.readline()
-    with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
-        FolderLock(tmp_path)
-    holder.kill()
-    holder.communicate()
-    capsys.readouterr()
-    FolderLock(tmp_path).release()
-    assert not capsys.readouterr().out
 
 
 def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, capsys):

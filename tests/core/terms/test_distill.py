@@ -21,7 +21,6 @@ from core.extensions.teacher import (
     Prefix,
     StateLearner,
     TaughtLearner,
-    check_room,
     make_prefix,
     successful_siblings,
 )
@@ -30,7 +29,6 @@ from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
 from core.terms.distill import TEACHER_LOGPROBS, ComparedDistribution
 from envs.base import Problem
 from models import decoder
-from models.architecture import Decoder
 from models.names import EMBED, HEAD, TEACHER, Params
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
@@ -88,16 +86,6 @@ def test_divergences_and_gradients_equal_float64(kind):
     np.testing.assert_allclose(outputs.divergence, expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, slope / 0.7, atol=1e-5 * np.abs(slope).max())
     np.testing.assert_allclose(outputs.teacher_logprobs, log_softmax(q / 0.7)[tokens, tokens], rtol=1e-5)
-
-
-def test_the_mean_of_sampled_gradients_is_the_whole_one():
-    """Over all tokens, each with its probability: log q - log p is the advantage of --distill sampled."""
-    p, q = random_logits()
-    log_p = log_softmax(np.float64(p))
-    log_q = log_softmax(np.float64(q))
-    scores = np.eye(p.shape[1]) - np.exp(log_p)[:, None]  # gradients of log p(y) with respect to logits, [R, y, V]
-    mean = -np.einsum("ry,ry,ryv->rv", np.exp(log_p), log_q - log_p, scores)
-    np.testing.assert_allclose(mean, divergence64(p, q, 1.0)[1], atol=1e-12)
 
 
 # Updates
@@ -374,12 +362,6 @@ def test_a_teacher_that_does_not_fit_is_refused_before_training(teacher, tmp_pat
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_teacher_larger_than_memory_is_refused():
-    large = Decoder(152_000, 8192, 32_768, 80, 64, 8, 128)
-    with pytest.raises(UserError, match="--teacher x needs 311 GB on each device, and only .* are free"):
-        check_room("--teacher x", large, single_device(), {})
-
-
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
@@ -442,29 +424,6 @@ def test_text_precedes_the_prompt_if_there_is_no_template():
     prefix = make_prefix("1+1", tokenizer, worker_of(problem))
     assert tokenizer.hf.decode(prefix.prompt(problem, "1+1")) == "1+1\n1 + 1 "
     assert make_prefix(SIBLING, tokenizer, worker_of(problem)).longest == 9 + len(tokenizer.encode(SHOWN + "\n"))
-
-
-def test_rows_with_other_prompts_keep_their_completions():
-    tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
-    mask = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 1]], bool)
-    batch = Batch(
-        tokens=tokens,
-        mask=mask,
-        sample_logprobs=np.zeros((2, 6)),
-        rewards=np.zeros(2),
-        lengths=np.array([4, 6]),
-        prompt_lengths=np.array([2, 3]),
-    )
-    shown, columns = teachers.with_prompts([[50, 51, 52], [60]], batch)
-    assert shown.tokens.tolist() == [[50, 51, 52, 3, 4, 0, 0], [60, 10, 11, 12, 0, 0, 0]]
-    assert shown.lengths.tolist() == [5, 4]
-    assert shown.prompt_lengths.tolist() == [3, 1]
-    for row in range(2):
-        np.testing.assert_array_equal(shown.tokens[row, columns[row, mask[row]]], tokens[row, mask[row]])
-    assert (shown.mask.sum(axis=1) == mask.sum(axis=1)).all()
-    kept, _ = teachers.with_prompts([[], []], batch)
-    np.testing.assert_array_equal(kept.tokens[0, :4], tokens[0, :4])
-    np.testing.assert_array_equal(kept.mask, mask)
 
 
 def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatch):
