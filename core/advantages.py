@@ -137,11 +137,11 @@ class ObjectiveConfig:
     best_k: int = option(2, "Number of completions that --advantage best_k trains on, the best ones of each group")
     do_group_filter: bool = option(
         True,
-        "Leave out groups whose rewards are all equal: they teach nothing. reinforce leaves out only groups of "
+        "Drop groups whose rewards are all equal: they teach nothing. reinforce drops only groups of "
         "rewards 0; turn_mean and turn_zscore compare each turn. 0: keep all, with advantage 0 (best_k: the first k, "
         "right or wrong)",
     )
-    do_truncation_filter: bool = option(False, "Leave out completions truncated at --num_generation_tokens")
+    do_truncation_filter: bool = option(False, "Drop completions that were truncated at --num_generation_tokens")
     parts: PartsConfig = group(PartsConfig)
     shaping: ShapingConfig = group(ShapingConfig)
     policy: PolicyConfig = group(PolicyConfig)
@@ -161,7 +161,7 @@ class ObjectiveConfig:
             (self.best_k < 1, f"--best_k {self.best_k} must be at least 1: raise it"),
             (self.advantage in ("gae", "best_k") and self.shaping.do_global_normalization,
              f"--do_global_normalization has no effect with --advantage {self.advantage}, since gae is normalized "
-             "already and best_k gives 1 to all: leave it out"),
+             "already and best_k gives 1 to all: remove it"),
         ])  # fmt: skip
 
     @property

@@ -81,7 +81,7 @@ class Config(TrainConfig):
             (kv_dtype != "" and not objective.corrections.is_corrected and objective.policy.objective != "dppo",
              f"--kv_dtype {kv_dtype} samples from other probabilities than those that are trained: correct for it by "
              "--importance_correction truncate, or use --objective dppo"),
-            (self.ahead not in (0, 1), f"--ahead {self.ahead} is refused: give 0 or 1"),
+            (self.ahead not in (0, 1), f"--ahead {self.ahead} is not supported: give 0 or 1"),
             (is_uncorrected and objective.corrections.do_mask_inference_ratio,
              f"--do_mask_inference_ratio has no effect with {older}, since old log-probabilities are the sampler's: "
              "add --importance_correction truncate, or leave it out"),

@@ -94,7 +94,7 @@ def parse_command(argv: Sequence[str]) -> EvalCommand:
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
-    For models/tiny they are the demo's. Settings that do not change results, such as rows per call, are not taken over.
+    For models/tiny they are the demo's. Settings that do not change results, such as rows per call, are not inherited.
     Raises: UserError for one that runs code and that the options do not name.
     """
     run, trained = find_run(str(options.get("model_dir", "")))

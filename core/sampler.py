@@ -60,7 +60,7 @@ class SamplingConfig:
     )
     prompt_length: int = option(
         256,
-        "Maximum number of tokens of a prompt. Problems of a data set with a longer prompt are left out; a longer "
+        "Maximum number of tokens of a prompt. Problems of a data set with a longer prompt are skipped; a longer "
         "prompt of any other kind is an error",
     )
     temperature: float = option(
@@ -92,7 +92,7 @@ class SamplingConfig:
              "--inference_batch_per_device must not be negative: give 1 or more, or 0 for as many rows as fit in "
              "memory"),
             (self.page_size not in (-1, 8, 16, 32, 64, 128, 256),
-             f"--page_size {self.page_size} is no page size: give a power of two from 8 to 256, or -1 to have it "
+             f"--page_size {self.page_size} is invalid: give a power of two from 8 to 256, or -1 to have it "
              "chosen"),
         ])  # fmt: skip
         self.distribution.describe()  # it checks its own settings when it is made
@@ -436,7 +436,7 @@ class Scheduler:
             self.finish(row, is_finished=stop is not None)
 
     def follow(self, row: int, following: Next) -> None:
-        """Continues a row behind its reply, begins it, or takes it out."""
+        """Continues a row after its reply, begins it, or takes it out."""
         rows = self.rows
         if following.num_kept is not None:
             rows.take_back(row, int(rows.starts[row]) + following.num_kept)

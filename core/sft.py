@@ -1,4 +1,4 @@
-"""Fine-tunes a language model on demonstrations (SFT): before reinforcement learning, or without it.
+"""Fine-tunes a language model on demonstrations (SFT), before reinforcement learning or instead of it.
 
     python core/sft.py --model_dir ~/checkpoints/hf/Qwen3-1.7B/ --data replies.jsonl --save_dir ~/runs/sft
     python core/grpo.py --model_dir ~/runs/sft --env_name gsm8k --save_dir ~/runs/gsm8k

@@ -138,9 +138,9 @@ def parse_environments(text: str, flag: str = "--test_env_name") -> dict[str, tu
     for label in filter(None, map(str.strip, re.split(r",(?![^()]*\))", text))):
         match = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", label)
         if not match:
-            raise UserError(f"{flag}: {label!r} is no environment: give NAME or NAME(option=value)")
+            raise UserError(f"{flag}: {label!r} is not an environment: give NAME or NAME(option=value)")
         if label in found:
-            raise UserError(f"{flag} has {label} twice: leave one out")
+            raise UserError(f"{flag} has {label} twice: remove one")
         found[label] = match[1], parse_options(match[2] or "", flag)
     return found
 
@@ -154,7 +154,7 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
         if not key or not equals:
             raise UserError(f"{flag} {text!r}: {item!r} is not name=value, as in numbers=3,prompt=bare")
         if key in options:
-            raise UserError(f"{flag} {text!r} has {key} twice: leave one out")
+            raise UserError(f"{flag} {text!r} has {key} twice: remove one")
         options[key] = parse_value(value.strip())
         if type(options[key]) in (int, float):
             check_number(f"{flag}: {key}", options[key])

@@ -91,12 +91,12 @@ class Dialect(NamedTuple):
 
     opening: str
     closing: str
-    result_opening: str = ""  # before a result that is written behind its call; the turn stops there and continues
+    result_opening: str = ""  # before a result that is written after its call; the turn stops there and continues
     result_closing: str = ""
 
     @property
     def is_inline(self) -> bool:
-        """True if results are written behind calls, without the chat template."""
+        """True if results are written after calls, without the chat template."""
         return bool(self.result_opening)
 
 
@@ -106,7 +106,7 @@ DIALECTS = {
     "json": Dialect("", ""),  # Llama 3; Qwen2.5-Coder, which does not write the markers of its template
 }
 TURN_DIALECTS = tuple(name for name, dialect in DIALECTS.items() if not dialect.is_inline)  # results are messages
-INLINE = "inline"  # role of a result that is written behind a call, between the dialect's markers
+INLINE = "inline"  # role of a result that is written after a call, between the dialect's markers
 
 
 class Step(NamedTuple):
@@ -127,8 +127,8 @@ class OwnRollouts(NamedTuple):
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns a text of at most `limit` characters, and a note behind it if some are left out."""
-    return text if len(text) <= limit else text[:limit] + f" ... (cut at {limit} of {len(text)} characters)"
+    """Returns a text of at most `limit` characters, and a note after it if some are left out."""
+    return text if len(text) <= limit else text[:limit] + f" ... (truncated at {limit} of {len(text)} characters)"
 
 
 class Episode:

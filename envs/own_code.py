@@ -45,7 +45,7 @@ def read_names(value: str, flag: str, kind: str) -> list[Named]:
         if not name or (Path(name).is_file() and "." in name):
             raise UserError(f"{flag} {value}: name a {kind} of {file} after a colon, as in {file}:{kind.upper()}")
         if Named(file, name) in found:
-            raise UserError(f"{flag} {value} names {name} twice: leave one out")
+            raise UserError(f"{flag} {value} names {name} twice: remove one")
         found.append(Named(file, name))
     return found
 

@@ -32,7 +32,7 @@ def find_tasks(
         raise UserError(f"all prompts of {name} have more than {limit} tokens, {advice}")
     dropped = counted(env.num_tasks - tasks.size, "prompt")
     first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]
-    return tasks, f"{name}: {dropped} of more than {limit} tokens left out, from problem {first} on"
+    return tasks, f"{name}: {dropped} of more than {limit} tokens skipped, from problem {first} on"
 
 
 def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:

@@ -91,7 +91,7 @@ class EnvConfig:
         if presets.get("env_name") == preset:
             every = ", ".join(sorted(names))
             raise UserError(f"{preset}: environment {name} has no option for {written}: choose one of {every}")
-        print(f"{preset}: --env_options {written} is left out, since environment {name} has no such option")
+        print(f"{preset}: --env_options {written} is dropped, because environment {name} has no such option")
         return {"env_options": text_of({key: value for key, value in given.items() if key in names})}
 
     def options(self, name: str) -> Options:
@@ -313,7 +313,7 @@ def resolve_settings(
 def regraded(settings: RolloutSettings, own: Options, label: str) -> RolloutSettings:
     """Returns an environment that grades each reply by other options, too. Raises UserError if they are its own."""
     if own.items() <= settings.options.items():
-        raise UserError(f"{settings.name} is graded so already: name another form, or leave it out")
+        raise UserError(f"{settings.name} is already graded this way: name another form, or remove it")
     labels = ",".join(filter(None, [str(settings.options.get(REGRADED, "")), label]))
     options = settings.options | {REGRADED: labels}
     return replace(settings, options=options, env=make_env(settings.name, **options))
@@ -339,5 +339,5 @@ def check_files(config: EnvConfig, names: Iterable[str]) -> None:
             named = ", ".join(names) or "an empty --env_name"
             remedy = ", or give --env_name dataset" if flag in CODE else ""
             raise UserError(
-                f"--{flag} {getattr(config, flag)}: no environment of {named} takes it: leave it out{remedy}"
+                f"--{flag} {getattr(config, flag)}: no environment of {named} takes it: remove it{remedy}"
             )

@@ -2,7 +2,7 @@
 
     python extras/chat_web.py --ckpt_dir models/tiny,runs/demo/step24 --port 8000
 
-The server answers this machine only, and only its own page: other sites that a browser has open can reach it too.
+The server listens on localhost and answers only its own page, since other sites in a browser could reach it.
 """
 
 import gc
@@ -60,7 +60,7 @@ class PageCommand(ChatCommand):
 
     def __post_init__(self):
         if not 1 <= self.port < 2**16:
-            raise UserError(f"--port {self.port} is no port: give 1 to 65535")
+            raise UserError(f"--port {self.port} is not a port: give 1 to 65535")
 
 
 class Examples:

@@ -102,7 +102,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     run = file.parent.parent
     rows = read_rollouts(file)
     if not file.stem.removeprefix("step_").isdecimal():
-        raise UserError(f"--rollouts {path} is no file of a step: name RUN/rollouts/step_N.npz")
+        raise UserError(f"--rollouts {path} is not a file of a step: name RUN/rollouts/step_N.npz")
     options, _ = read_settings(run / "config.json")
     options = {name: value for name, value in options.items() if name in options_of(Config)}  # some may be gone
     try:

@@ -428,7 +428,7 @@ def read_stacked(
 
 def read_tensor(folder: Path, readers: Readers, dtype: np.dtype, name: str, index: Slices) -> np.ndarray:
     """Reads a slice of a tensor. Raises UserError if it holds NaN or infinity."""
-    with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
+    with np.errstate(over="ignore"):  # what is too large becomes infinity, which is rejected
         array = readers[name][index].astype(dtype, copy=False)
     if not is_finite(array):
         raise UserError(

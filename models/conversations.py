@@ -1,4 +1,4 @@
-"""Conversations with written replies as token ids: the ids that the policy would have read and sampled."""
+"""Demonstrations as token ids: the ids that the policy would have read and sampled."""
 
 import os
 from collections import Counter
@@ -52,7 +52,7 @@ def encode_conversation(
     mask, control = np.zeros(len(ids), bool), {*tokenizer.special_ids.values(), *tokenizer.stop_ids}
     for i, (start, stop) in zip(replies, spans, strict=True):
         columns = np.flatnonzero((ends > start) & (starts < stop))
-        if ids[columns[-1]] not in control:  # the token behind it ends the reply, as in GLM's template
+        if ids[columns[-1]] not in control:  # the token after it ends the reply, as in GLM's template
             following = columns[-1] + 1
             if following == len(ids):
                 ids, mask = [*ids, end], np.append(mask, False)
@@ -111,7 +111,7 @@ def open_turn(
     *before, reply = messages
     if opening.startswith(text):
         return opening
-    # The template drops thinking from a reply when messages follow: the text behind it is found with another reply.
+    # The template drops thinking from a reply when messages follow: the text after it is found with another reply.
     heard = before[len(before) - num_heard :]
     *past, last = before[: len(before) - num_heard]
     mark = unused_mark(text + opening)
@@ -139,7 +139,7 @@ def write_reply(
         place = len(os.path.commonprefix([closed, opening]))
         where = " and ".join(repr(text[max(0, place - 60) : place + 60]) for text in (closed, opening))
         raise UserError(
-            f"the model's chat template begins a written reply differently from a sampled one, from character "
+            f"the model's chat template begins a demonstration differently from a sampled reply, from character "
             f"{place:,} on: {where}: choose another model or template"
         )
     # The template writes thinking before a sampled reply, or leaves it out of a written one.
@@ -184,7 +184,7 @@ def describe_prompts(tokenizer: Tokenizer, thinking: bool, plays_thinking: bool)
     """Returns a warning if an environment's prompts open replies in another way than the rows' prompts."""
     rows, played = (generation_prompt(tokenizer, is_on) for is_on in (thinking, plays_thinking))
     advice = f"to play them alike, give --env_options thinking={'on' if thinking else 'off'}, here and in RL"
-    warning = f"warning: replies of rows stand behind {rows!r}, those that are played behind {played!r}: {advice}"
+    warning = f"warning: replies of rows follow {rows!r}, but those of the environment follow {played!r}: {advice}"
     return [warning] * (rows != played)
 
 

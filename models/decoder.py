@@ -102,7 +102,7 @@ def init_array(model: Decoder, name: str, shape: tuple[int, ...], key: Key) -> A
 
 def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) -> Float[Array, "... D"]:
     """Returns the vectors divided by their root mean square, computed in float32, times the gain."""
-    # Without the first axis, of shards: behind one of size 1 XLA:CPU adds up rows at a tenth of the speed.
+    # Without the first axis, of shards: after one of size 1 XLA:CPU adds up rows at a tenth of the speed.
     rows = x.reshape(-1, *x.shape[2:]) if x.ndim > 2 else x
     x32 = rows.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
@@ -187,7 +187,7 @@ def gated_deltanet(
     is_token: Bool[Array, "B T"] | None = None,
     packing: Packing | None = None,
 ) -> Mixed:
-    """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
+    """Computes a Gated DeltaNet from the state before these tokens; returns the state after them too.
 
     Padding right of a row's last token leaves the state as it is. Source: transformers, modeling_qwen3_5.py.
     """

@@ -101,7 +101,7 @@ def delta_inputs(
 
 
 def delta_rule(inputs: DeltaInputs, memory: Memory) -> tuple[ValueHeads, Memory]:
-    """Computes the outputs of these tokens and the memory behind the last one."""
+    """Computes the outputs of these tokens and the memory after the last one."""
     if inputs.q.shape[2] == 1:
         return recurrent_rule(inputs, memory)
     return chunked_rule(inputs, memory)

@@ -192,7 +192,7 @@ def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     One pass computes two sums: with m the largest logit and e = exp(l - m), s is the sum of e, and u that of e (l - m).
     Then log p = l - m - log s, and H = log s - u / s.
     """
-    # As a matrix: XLA:CPU adds up rows behind a first axis of size 1 at a fifth of the speed.
+    # As a matrix: XLA:CPU adds up rows after a first axis of size 1 at a fifth of the speed.
     rows = logits.reshape(-1, logits.shape[-1])
     top = jax.lax.stop_gradient(rows.max(-1, keepdims=True))
     shifted = rows - top

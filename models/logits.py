@@ -53,7 +53,7 @@ def chunked_outputs(
 ) -> TokenOutputs:
     """Returns the outputs for columns, from LOGIT_ELEMENTS logits at a time.
 
-    No logits are made of the columns behind the first `num_targets` of all rows; None: all are targets. `is_trained`:
+    No logits are made of the columns after the first `num_targets` of all rows; None: all are targets. `is_trained`:
     the model's head gets a gradient.
     """
     num_rows, num_columns = columns.targets.shape

@@ -260,7 +260,7 @@ def choose_rollout(
     if rollout_tp:
         reason = "weights below adapters are sampled as --mesh tp shards them, which" if model.lora_rank else "the mesh"
         raise UserError(
-            f"--rollout_tp {rollout_tp} is refused, since {reason} allows {', '.join(map(str, choices))}: give one of "
+            f"--rollout_tp {rollout_tp} is invalid, since {reason} allows {', '.join(map(str, choices))}: give one of "
             "these, or 0 to have it chosen"
         )
     for rollout in choices.values():
@@ -451,5 +451,5 @@ def out_of_memory(flag: str, value: int, more: str = "") -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         what = f"lower --{flag} from {value} to {value // 2}" if value > 1 else SMALLER
-        resume = "with the folder of this run as --save_dir it then goes on from what was saved last"
+        resume = "with the folder of this run as --save_dir it then resumes from the last save"
         fail(f"a device ran out of memory: {what}{more}; {resume}")

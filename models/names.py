@@ -17,7 +17,7 @@ TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axe
 SCALE = ".scale"  # suffix of the name of an int8 matrix, for its output channels' factors
 ADAPTERS = "adapters"  # policy[ADAPTERS]: adapters that are trained over a base
 TEACHER = "teacher"  # policy[TEACHER]: the head of another model, [V, D], whose states are extras[TEACHER]
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # after the name of an adapted matrix
 MEMBERS = "members"  # weights[MEMBERS]: the member that each rank belongs to, if policies share a base
 ROUTER = "mlp.gate.weight"
 EXPERT = "*"  # replaces an expert's number in the name of a parameter that is stacked over experts
@@ -67,7 +67,7 @@ def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
 
 
 class RecurrentState(NamedTuple):
-    """State of a layer behind the last token of each row, instead of a cache of keys and values."""
+    """State of a layer after the last token of each row, instead of a cache of keys and values."""
 
     columns: Float[Array, "B W F"]  # inputs of the convolution: those of the last tokens
     memory: Memory  # float32

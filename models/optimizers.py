@@ -155,7 +155,7 @@ def schedule(config: OptimizerConfig, progress: float) -> float:
 
 @cache  # so that members of a population with equal settings share programs
 def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.GradientTransformation:
-    """Returns the optimizer behind a clip of the global norm; the critic has an AdamW and a clip of its own.
+    """Returns the optimizer after a clip of the global norm; the critic has an AdamW and a clip of its own.
 
     All learning rates are at their peaks: `apply_gradients` scales the updates by warm-up and schedule.
     """

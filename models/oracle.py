@@ -12,7 +12,7 @@ from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
 ANNOUNCED = "the chat template shows no tools: a system message announces them"
-DROPPED = "the chat template leaves thinking out of replies that messages follow: here it stays as it was drawn"
+DROPPED = "the chat template strips thinking from replies that other messages follow; it is kept here, as sampled"
 AROUND = 20  # tokens on each side of a difference that are shown
 THINK, THINK_END = "<think>", "</think>"
 BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # block of thinking, or its beginning
@@ -62,7 +62,7 @@ def check_prompt(
 
 
 def check_result(tokenizer: Tokenizer, result: str, opening: str, closing: str) -> None:
-    """Compares a result that is written behind a call: see `check_prompt`."""
+    """Compares a result that is written after a call: see `check_prompt`."""
     found = tokenizer.results([{"role": "tool", "content": result}], opening, closing)
     expected = tokenizer.hf(TURN + opening + result + closing, add_special_tokens=False)["input_ids"]
     compare(tokenizer, "a tool's result", tokenizer.encode(TURN) + found, expected)

@@ -96,7 +96,7 @@ move.defvjp(
 
 
 def by_shard(x: Shaped[Array, "B T ..."], packing: Packing) -> Shaped[Array, "S n ..."]:
-    """Returns the rows of each shard one behind the other."""
+    """Returns the rows of each shard one after the other."""
     return x.reshape(len(packing.indices), -1, *x.shape[2:])
 
 

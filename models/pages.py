@@ -173,7 +173,7 @@ def write_slots(
 
 
 def read_pages(table: Int[Array, "R w"], offset: int, pool: Shaped[Array, "n p 2*K C"]) -> Shaped[Array, "R K w*p C"]:
-    """Returns the keys (`offset` 0) or values (1) in the pages of rows, one behind the other."""
+    """Returns the keys (`offset` 0) or values (1) in the pages of rows, one after the other."""
     heads = pool[:, :, offset::2].at[table].get(mode="clip")
     return rearrange(heads, "R w p K C -> R K (w p) C")
 
@@ -273,7 +273,7 @@ def triton(
             mass = (mass * value_scale).astype(value.dtype)
             return out * factor[:, None] + plgpu.dot(mass, value), new_top, total
 
-        last_column = column[0] + jnp.minimum(first + block, T * G) // G  # of the block or one behind
+        last_column = column[0] + jnp.minimum(first + block, T * G) // G  # of the block or one after
         first_page = jnp.maximum(0, column[0] + first // G - view.window + 1) // page if view.window else 0
         zeros = jnp.zeros((block, C)), jnp.full(block, -1e30), jnp.zeros(block)
         last_page = jnp.minimum(last_column // page + 1, table.shape[0])

@@ -64,7 +64,7 @@ class AdapterConfig(NamedTuple):
             if given.get(name, value) not in (value, "int8"):
                 raise UserError(
                     f"{self.folder} holds adapters of --{name} {value}, and --{name} {given[name]} was given: give the "
-                    "value of the adapters, or leave the option out"
+                    "value of the adapters, or remove the option"
                 )
 
     def settle(self, config: LoraConfig) -> LoraConfig:

@@ -86,7 +86,7 @@ def rotary_angles(
 def apply_rotary(x: Float[Array, "B T H C"], angles: Angles | None) -> Float[Array, "B T H C"]:
     """Rotates the halves of heads against each other as Hugging Face's models do; None: not at all.
 
-    If there are fewer angles than pairs of channels, the channels behind stay as they are.
+    If there are fewer angles than pairs of channels, the channels after stay as they are.
     Source: arXiv 2104.09864.
     """
     if angles is None:

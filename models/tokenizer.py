@@ -73,7 +73,7 @@ class Vocabulary:
         return sum([self.encode_behind(TURN, piece) for piece in rest], ids)
 
     def pieces(self, text: str) -> list[str]:
-        """Returns a text, divided behind the first character of each token of `plain`, so that none is found in it."""
+        """Returns a text, divided after the first character of each token of `plain`, so that none is found in it."""
         if not self.plain:
             return [text]
         places = [match.start() + 1 for match in re.finditer(f"(?={'|'.join(map(re.escape, self.plain))})", text)]
@@ -85,7 +85,7 @@ class Vocabulary:
         return found["input_ids"], found["offset_mapping"]
 
     def encode_behind(self, before: str, text: str) -> list[int]:
-        """Returns the ids of a text behind another one: SentencePiece would begin a separate text with a blank."""
+        """Returns the ids of a text after another one: SentencePiece would begin a separate text with a blank."""
         text, *rest = self.pieces(text)
         if rest:
             return sum([self.encode_behind(before, piece) for piece in (text, *rest)], [])
@@ -127,7 +127,7 @@ class Vocabulary:
         return tuple(body if sign else "" for body, sign, _ in bodies)
 
     def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
-        """Returns the ids of results that are written behind calls."""
+        """Returns the ids of results that are written after calls."""
         return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
 
 
@@ -208,7 +208,7 @@ class Tokenizer(Vocabulary):
         messages = [*map(readable, messages)]
         if keys := [key for message in messages for key in message if key not in ("role", "content")]:
             raise UserError(
-                f"a message has {keys[0]}, which only chat templates show, and the model has none: leave it out"
+                f"a message has {keys[0]}, which only chat templates show, and the model has none: remove it"
             )
         return "\n".join(message["content"] for message in announce(messages, [*map(tool_schema, tools)]))
 
@@ -237,7 +237,7 @@ class Tokenizer(Vocabulary):
     ) -> "Bridge":
         """Returns the ids of messages that follow a reply to the messages `before`, with all that the template adds.
 
-        Raises: UserError as `write`, and if the template cannot be continued behind what was sampled: see `behind`.
+        Raises: UserError as `write`, and if the template cannot be continued after what was sampled: see `behind`.
         """
         said = json.dumps([[*map(readable, before)], [*map(readable, messages)], [*map(tool_schema, tools)]])
         return make_bridge(self, self.template, said, thinking, prefix, plain)
@@ -360,10 +360,10 @@ class Bridge(NamedTuple):
     """Ids between two replies."""
 
     end: list[int]  # ids that end the first reply; the last one is a stop token. Empty: replies have no end
-    ids: list[int]  # ids behind the end
+    ids: list[int]  # ids after the end
 
     def after(self, last_token: int) -> list[int]:
-        """Returns the ids behind a sampled reply; a reply that was truncated, or ended differently, is ended first."""
+        """Returns the ids after a sampled reply; a reply that was truncated, or ended differently, is ended first."""
         return self.ids if self.end[-1:] in ([], [last_token]) else self.end + self.ids
 
 
@@ -371,7 +371,7 @@ class Bridge(NamedTuple):
 def make_bridge(
     tokenizer: Tokenizer, _template: str, said: str, thinking: bool | None, prefix: str, plain: bool
 ) -> Bridge:
-    """Returns the bridge of messages before and behind a reply, and of tools, as JSON: see `Tokenizer.bridge`."""
+    """Returns the bridge of messages before and after a reply, and of tools, as JSON: see `Tokenizer.bridge`."""
     before, messages, tools = json.loads(said)
     if plain or not tokenizer.has_template:
         text = tokenizer.write(messages, thinking, plain)
@@ -398,9 +398,9 @@ def behind(
     mark: str,
     end: str | None = None,
 ) -> tuple[str, str]:
-    """Returns the template's text behind a mark in a last reply: to the reply's end, and up to the reply to messages.
+    """Returns the template's text after a mark in a last reply: to the reply's end, and up to the reply to messages.
 
-    `end`: the template's text behind a reply that nothing follows; None: it is rendered.
+    `end`: the template's text after a reply that nothing follows; None: it is rendered.
     Raises: UserError if it closes a reply differently when messages follow.
     """
     if end is None:
@@ -423,21 +423,21 @@ def unused_mark(said: str) -> str:
 
 @lru_cache(maxsize=64)
 def short_end(tokenizer: Tokenizer, _template: str, thinking: bool | None) -> str | None:
-    """Returns the chat template's text behind the reply of a short conversation; None if it refuses that."""
+    """Returns the chat template's text after the reply of a short conversation; None if it refuses that."""
     with contextlib.suppress(UserError):
         return tokenizer.render(SHORT, thinking, is_open=False).rpartition(TURN)[2]
     return None
 
 
 def end_place(tokenizer: Tokenizer, ids: Sequence[int], ends: Collection[int]) -> int:
-    """Returns how many of the ids behind a reply end it: up to one of `ends` with nothing but blanks before it."""
+    """Returns how many of the ids after a reply end it: up to one of `ends` with nothing but blanks before it."""
     place = next((i for i, number in enumerate(ids) if number in ends), -1)
     return 0 if tokenizer.hf.decode(ids[: max(place, 0)]).strip() else place + 1
 
 
 @lru_cache(maxsize=64)
 def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
-    """Returns the token by which the chat template ends a reply: the first special one behind it; None: it has none."""
+    """Returns the token by which the chat template ends a reply: the first special one after it; None: it has none."""
     special = {*tokenizer.special_ids.values(), *tokenizer.listed_stop_ids}
     for messages in (SHORT, [*SHORT, SHORT[0]]) if template else ():
         with contextlib.suppress(UserError):
@@ -449,7 +449,7 @@ def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def check_roles(tokenizer: Tokenizer, messages: Sequence[Message], may_be_called: bool) -> None:
-    """Raises UserError for messages of a role that the chat template leaves out, also behind calls in its own form."""
+    """Raises UserError for messages of a role that the chat template leaves out, also after calls in its own form."""
     for role in {message["role"]: None for message in messages}:
         is_shown = shows_role(tokenizer, tokenizer.template, role)
         if not (is_shown or (may_be_called and shows_role(tokenizer, tokenizer.template, role, has_calls=True))):

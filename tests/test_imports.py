@@ -362,16 +362,16 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 27420,
-    "lines that core/grpo.py reaches": 19742,
-    "files that core/grpo.py reaches": 106,
-    "lines of tests": 32750,
-    "lines of bench": 8557,
-    "lines of Python": 78395,
-    "options": 159,
-    "lines of the longest class": 319,
+    "lines of the main floor": 24942,
+    "lines that core/grpo.py reaches": 17000,
+    "files that core/grpo.py reaches": 98,
+    "lines of tests": 27471,
+    "lines of bench": 6482,
+    "lines of Python": 67960,
+    "options": 130,
+    "lines of the longest class": 288,
 }
-LOADED = {"files": 123, "lines": 20184}  # of the house, by a run of a step with evaluation and saving
+LOADED = {"files": 116, "lines": 17412}  # of the house, by a run of a step with evaluation and saving
 
 
 def num_lines(path: Path) -> int:

@@ -48,7 +48,7 @@ SENTENCES = {  # command line: what is printed
     "--test_interval -1": "--test_interval and --seed must not be negative: raise the one that is",
     "--env_name poem --env_options form=tags": "environment poem has no option 'form': choose one of max_characters",
     "--env_name countdown --env_options numbers=many": "option numbers takes int, not 'many'",
-    "--env_name countdown --episode x.py:C": "countdown takes it: leave it out, or give --env_name dataset",
+    "--env_name countdown --episode x.py:C": "countdown takes it: remove it, or give --env_name dataset",
     "--env_name countdown --data_dir x": "--data_dir x: no environment of countdown takes it",
     "--env_name countdown --reward_weights 1": "--reward_weights has no effect without --reward: name the functions",
     "--env_name dataset": "the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)",
@@ -59,7 +59,7 @@ SENTENCES = {  # command line: what is printed
     f"{ROWS}=rows.jsonl --reward nowhere.py:f": "write FILE.py:FUNCTION; there is no file nowhere.py",
     f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py after a colon, as in r.py:FUNCTION",
     f"{ROWS}=rows.jsonl --reward r.py:nothing": "r.py has no function nothing, only good, wrong",
-    f"{ROWS}=rows.jsonl --reward r.py:wrong": "needs 'answr', which is no column: there are 'prompt', 'answer'",
+    f"{ROWS}=rows.jsonl --reward r.py:wrong": "needs 'answr', which is not a column; there are 'prompt', 'answer'",
 }
 
 
@@ -92,7 +92,7 @@ def test_a_mistake_ends_with_one_sentence(words, capsys):
 
 
 def test_options_of_a_preset_go_with_its_environment(capsys):
-    line = "games.py: --env_options {} is left out, since environment {} has no such option\n"
+    line = "games.py: --env_options {} is dropped, because environment {} has no such option\n"
     found = said("--config games.py --env_name poem", capsys)
     assert found == line.format("prompt=bare,numbers=9", "poem")
     assert said("--config games.py --env_name guess --env_options prompt=bare", capsys) == ""

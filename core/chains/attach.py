@@ -60,7 +60,7 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode) -> Attac
 
 
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:
-    """Compares prompts, and the tokens behind a turn, with transformers' rendering; returns notes on prompts.
+    """Compares prompts, and the tokens after a turn, with transformers' rendering; returns notes on prompts.
 
     Raises: UserError if they differ: see models/oracle.py.
     """

@@ -7,7 +7,7 @@ from envs.base import ForcedAnswer, Problem
 from models.messages import content_of, is_begun
 from models.tokenizer import Tokenizer
 
-CONTEXT = 100  # characters of a reply, behind which its answer is encoded
+CONTEXT = 100  # characters of a reply, after which its answer is encoded
 
 
 def forced_answer(tokenizer: Tokenizer, answer: ForcedAnswer, reply_tokens: Int[np.ndarray, "A"]) -> list[int]:

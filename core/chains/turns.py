@@ -4,7 +4,7 @@ Turns are never encoded or computed again: observations are appended to the samp
 A sample depends on the row's own tokens and their number alone. It depends neither on other rows nor on the time that
 an environment takes.
 
-B rows, A columns behind the prompt.
+B rows, A columns after the prompt.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from utils.settings.errors import UserError
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
-    """Returns a sampler whose turns end with a call, if the dialect writes results behind calls."""
+    """Returns a sampler whose turns end with a call, if the dialect writes results after calls."""
     tokenizer = sampler.tokenizer
     if not dialect.is_inline:
         return sampler
@@ -112,7 +112,7 @@ class Record:
     said: int = 0  # digest of the environment's messages
     replies: list[Reply] = field(default_factory=list)  # replies of the policy, each with its prefix
     messages: list[list[Message]] = field(default_factory=list)  # messages that followed each reply except the last
-    num_left: int = 0  # tokens that fit into the row behind the last reply; -1: it was truncated
+    num_left: int = 0  # tokens that fit into the row after the last reply; -1: it was truncated
     last_token: int = -1  # last token of the last reply
     scores: Counter[str] = field(default_factory=Counter)
     turn_rewards: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Record:
         """Returns the messages up to the last reply, for the chat template: without sampled ones."""
         messages = [*prompt]
         for said in self.messages:
-            if said[0]["role"] != INLINE:  # an inline result: the reply continues behind it
+            if said[0]["role"] != INLINE:  # an inline result: the reply continues after it
                 messages += [*([] if is_begun(messages) else [UNREAD]), *said]
         return messages
 

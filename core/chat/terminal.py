@@ -100,7 +100,7 @@ def answer(model: ChatModel, messages: list[Message], interrupts: Interrupts) ->
     """Prints the reply to the last message; returns the conversation, without that message if there is no reply."""
     stream = StreamPrinter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(waiting("drawing"))  # which also shows what is compiled
+        stack.enter_context(waiting("sampling"))  # which also shows what is compiled
 
         def show_text(text: str) -> None:
             stack.close()

@@ -130,10 +130,10 @@ def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> T
 
 def describe_ahead(config: Config, learner: Learner, layout: Layout) -> list[str]:
     """Returns in a line how rollouts are drawn ahead, on devices of this layout, and how the loss treats that."""
-    where = "on the devices beside those of --mesh" if config.devices.mesh else "on the same device"
+    where = "on the devices that --mesh leaves" if config.devices.mesh else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
     whole = describe_whole(learner.model, layout) if layout != learner.layout else []
-    return [f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}", *whole]
+    return [f"rollouts are sampled a step ahead, {where}, with weights that are a step old; p_old is {old}", *whole]
 
 
 def prepare_ahead(

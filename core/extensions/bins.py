@@ -62,7 +62,7 @@ class TaskBins:
     def count(self, episodes: Episodes, before: Progress, cursor: int) -> Episodes:
         """Returns the episodes with the new counts of each bin, and metrics of it. `cursor`: after the step.
 
-        Groups behind the last one that the batch needs come again in the next step, and are not counted.
+        Groups after the last one that the batch needs come again in the next step, and are not counted.
         """
         _, bins, weights = self.choose(before)
         num_groups, shape = cursor - before.cursor, (-1, self.group_size)

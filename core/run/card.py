@@ -58,7 +58,7 @@ Means with 95% intervals, sampled with the settings of the command:
 | score | before | after |
 |---|---|---|
 """
-OLD_SCORES = "Scores up to step {} are of other data or settings, and left out."
+OLD_SCORES = "Scores up to step {} were measured with other data or settings and are omitted."
 CHANGES = "These are the settings of the last steps. `--resume force` changed them on the way:\n\n```text\n{}\n```\n\n"
 NO_SCORES = "None: the run was not evaluated on held-out problems."
 

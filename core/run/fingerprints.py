@@ -53,7 +53,7 @@ def fingerprint_tokens(rows: Sequence[Sequence[int]]) -> str:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Returns a digest of bytes, one part behind the other."""
+    """Returns a digest of bytes, one part after the other."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)

@@ -41,8 +41,8 @@ def draw_report(folder: Path) -> None:
     """Draws report.html anew."""
     try:
         write_report([folder], folder / "report.html")
-    except Exception as error:  # noqa: BLE001 (it can be drawn later, and must not stop a run)
-        print(f"warning: report.html is not drawn ({type(error).__name__}: {error})", flush=True)
+    except Exception as error:  # noqa: BLE001 (it can be written later, and must not stop a run)
+        print(f"warning: report.html was not written ({type(error).__name__}: {error})", flush=True)
 
 
 def describe_end(folder: RunFolder, progress: Progress, segments: Sequence[RunSegment]) -> list[str]:

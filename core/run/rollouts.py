@@ -52,7 +52,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     tasks, groups   int32 [E]       number of the problem; rollouts of one prompt share the number of their group
     positions       int64 [E]       of the groups in the run; samples depend on them: see extras/replay.py
     num_observed    int32 [B]       tokens of observations, of conversations
-    turn_rewards    float64 [E, K]  rewards of the turns of an episode, NaN behind the last one
+    turn_rewards    float64 [E, K]  rewards of the turns of an episode, NaN after the last one
     returns         float32 [E]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions

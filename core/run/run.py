@@ -132,7 +132,7 @@ class Run:
                 error = error if kind and not is_stopped else failure
             steps, saved = self.states.checkpoints.steps, "no step is saved"
             if steps:
-                saved = f"step {steps[0]} is saved: {resuming_command(self.folder)} goes on from there"
+                saved = f"step {steps[0]} is saved: {resuming_command(self.folder)} resumes from there"
             if isinstance(error, OSError):
                 print(f"error: {describe_file_error(error).rstrip('.')}; {saved}", file=sys.stderr)
                 raise SystemExit(1) from error
@@ -162,7 +162,7 @@ class Run:
         if self.resumed:
             rule = self.resumed.memory.get(STOPPED, "")
             verb = "finished" if rule or 0 < self.num_steps <= self.resumed.step else "resuming"
-            by = f" by --stop_at {rule} (leave the rule out to continue)" if rule else ""
+            by = f" by --stop_at {rule} (remove the rule to continue)" if rule else ""
             place = f"{verb} at step {self.resumed.step}{by} in {self.folder.path}"
         if not (self.folder.path / "report.html").exists():
             place += "; report.html is there after the first save"

@@ -74,7 +74,7 @@ def draw_tokens(
 ) -> tuple[PyTree, Int[Array, "S"], SampledTokens]:
     """Samples tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
 
-    `forward` computes the logits behind the last tokens of step i, the new cache, and the experts.
+    `forward` computes the logits after the last tokens of step i, the new cache, and the experts.
     """
     # All at once: in the loop these would be twenty small programs for a token.
     uniforms = sampling_uniforms(keys, numbers + jnp.arange(num_steps)[:, None])

@@ -46,7 +46,7 @@ def make_job(
     prompt, slot, routes = rows.prompts[row], table.slots[row], None
     first = len(prompt)
     tokens = [*prompt[start:stop], *rows.tokens[row, max(0, start - first) : max(0, stop - first)].tolist()]
-    if model.num_experts:  # experts of a column are recorded with the token that was sampled behind it
+    if model.num_experts:  # experts of a column are recorded with the token that was sampled after it
         own = rows.routes[row, max(0, start - first + 1) : max(0, stop - first + 1)]
         routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
     pages = table.table[slot].copy()

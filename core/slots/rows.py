@@ -1,6 +1,6 @@
 """Rows while they are sampled: their tokens, how far each of them is, and what listeners get and return.
 
-B rows, R some of them, A columns behind the prompt, s steps of a segment.
+B rows, R some of them, A columns after the prompt, s steps of a segment.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Stops(NamedTuple):
 NO_STOPS = Stops()
 
 class Next(NamedTuple):
-    """What follows a reply: tokens to append, behind which the row continues; without tokens, its end."""
+    """What follows a reply: tokens to append, after which the row continues; without tokens, its end."""
 
     tokens: Sequence[int] = ()
     finished: bool = False  # the row ended in another way than by the limit of tokens
@@ -71,7 +71,7 @@ class Rows:
         self.mask = np.zeros((num_rows, num_columns), bool)
         self.support = np.zeros((num_rows, num_columns, support), np.int32)
         self.routes = np.zeros((num_rows, num_columns, *model.route_shape), np.int16)
-        self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
+        self.num_tokens = np.zeros(num_rows, int)  # after the prompt
         self.num_launched = np.zeros(num_rows, int)  # tokens, with those of segments whose results are not read yet
         self.num_cached = np.zeros(num_rows, int)  # tokens of prompt and completion in the cache
         self.num_lost = np.zeros(num_rows, int)  # cached tokens, when the row was put aside
@@ -134,7 +134,7 @@ class Rows:
         return np.where(self.num_tokens[rows], self.tokens[rows, self.num_tokens[rows] - 1], of_prompts)
 
     def completions(self) -> Completions:
-        """Returns each row's completion behind its prompt."""
+        """Returns each row's completion after its prompt."""
         lengths = self.prompt_lengths + self.num_tokens
         columns = np.arange(lengths.max()) - self.prompt_lengths[:, None]  # 0: the first of the completion
         is_completion = (columns >= 0) & (columns < self.num_tokens[:, None])

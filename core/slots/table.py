@@ -131,7 +131,7 @@ def expected_pages(
     limit: int,
     ended: Sequence[int],
 ) -> Float[np.ndarray, "B n"]:
-    """Returns the pages that each row is expected to need behind its prompt, after numbers of more tokens.
+    """Returns the pages that each row is expected to need after its prompt, after numbers of more tokens.
 
     `lengths`: of prompts, without the last token; `ended`: numbers of tokens of rows that have ended.
     """

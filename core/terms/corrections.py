@@ -39,13 +39,13 @@ class CorrectionConfig:
     off_policy_mask: float = option(
         0.0,
         "Limit on a completion's mean log(sampled / new probability), in nats per token. Above it, a completion with "
-        "a negative advantage is left out of the policy loss; 0: off",
+        "a negative advantage is masked out of the policy loss; 0: off",
     )
     do_mask_importance_ratio: bool = option(
-        False, "Leave tokens whose new / old probability is 2 or more out of the policy loss"
+        False, "Mask tokens whose new / old probability is 2 or more"
     )
     do_mask_inference_ratio: bool = option(
-        False, "Leave tokens whose sampled / old probability is 2 or more out of the policy loss"
+        False, "Mask tokens whose sampled / old probability is 2 or more"
     )
 
     def __post_init__(self):
@@ -55,7 +55,7 @@ class CorrectionConfig:
              f"--importance_floor {self.importance_floor} must be from 0 to --importance_cap {self.importance_cap}: "
              "correct it"),
             (self.importance_floor != 0 and self.importance_correction != "mask",
-             "--importance_floor has no effect without --importance_correction mask: give both, or leave it out"),
+             "--importance_floor has no effect without --importance_correction mask: give both, or neither"),
             (self.off_policy_mask < 0, "--off_policy_mask must not be negative: raise it, or give 0 to switch it off"),
         ])  # fmt: skip
 

@@ -64,7 +64,7 @@ def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.nd
     for name in parts[0]:
         kind = name.rpartition("_")[2]
         x = reductions.get(kind, np.sum)([part[name] for part in parts], axis=0)
-        assert kind == "histogram" or not x.shape, f"{name} {x.shape} is no number: reduce it, or name it _histogram"
+        assert kind == "histogram" or not x.shape, f"{name} {x.shape} is not a number: reduce it, or name it _histogram"
         metrics[name] = x if kind == "histogram" else float(x)
     counts = metrics["importance_ratio_histogram"]
     squared = metrics.pop("inference_recompute/ratio_squared")

@@ -52,7 +52,7 @@ def check_parts(config: PartsConfig, advantage: str) -> None:
          "--advantage gdpo compares parts of the reward, and --reward_parts names none: name them with their weights, "
          "as --reward_parts correct_answer=1,format=0.5"),
         (advantage != "gdpo" and config.reward_parts != "",
-         f"--reward_parts has no effect with --advantage {advantage}: give --advantage gdpo, or leave it out"),
+         f"--reward_parts has no effect with --advantage {advantage}: give --advantage gdpo, or remove it"),
     ])  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def check_columns(row: RawRow) -> None:
     """Raises ValueError for a column that the model should read, but that is not rendered."""
     if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
         advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
-        raise ValueError(f"its column {wrong} is not rendered: {advice} leave the column out")
+        raise ValueError(f"its column {wrong} is not rendered: {advice} remove the column")
 
 
 # messages
@@ -157,7 +157,7 @@ def with_system(row: RawRow, prompt: str | list[Message]) -> str | list[Message]
         raise ValueError(f"its column {name} is a {type(text).__name__}, not text")
     messages = as_messages(prompt, "user")
     if messages and messages[0]["role"] == "system":
-        raise ValueError(f"its column {name} and its first message are both system messages: leave one out")
+        raise ValueError(f"its column {name} and its first message are both system messages: remove one")
     return [{"role": "system", "content": text}, *messages]
 
 
@@ -267,7 +267,7 @@ def read_reference(value: JSON) -> str:
         advice = f"; name one of its keys, as answer=COLUMN.{key}" if key else ""
         raise ValueError(f"its answer is a {type(value).__name__}, not text, a number or a list of these{advice}")
     if not isinstance(value, int) and not math.isfinite(value):  # which has no answer for large integers
-        raise ValueError(f"its answer is {value}, which is no number")
+        raise ValueError(f"its answer is {value}, which is not a number")
     return str(int(value)) if value == int(value) else str(value)
 
 
@@ -278,12 +278,12 @@ def read_tools(value: JSON) -> tuple[Schema, ...]:
     """Returns the schemas of a column `tools`: a list of objects, or of their JSON, or the JSON of the list."""
     tools = read_json(value, "its column tools") if isinstance(value, str) and value.strip() else value or []
     if not isinstance(tools, list):
-        raise ValueError("its column tools is no list of JSON schemas")
+        raise ValueError("its column tools is not a list of JSON schemas")
     tools = [read_json(tool, "its column tools") if isinstance(tool, str) else tool for tool in tools]
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ValueError("its column tools is no list of JSON schemas with a name each")
+            raise ValueError("its column tools is not a list of JSON schemas with a name each")
     return tuple(tools)
 
 
@@ -293,12 +293,12 @@ def read_calls(what: str, calls: JSON) -> list[JSON]:
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ValueError(f"{what} has tool_calls that are no list of calls with a name each")
+            raise ValueError(f"{what} has tool_calls that are not a list of calls with a name each")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = read_json(arguments, f"the arguments in {what.removeprefix('its ')}")
         if not isinstance(arguments, dict):
-            raise ValueError(f"{what} has a call of {function['name']!r:.40} whose arguments are no object")
+            raise ValueError(f"{what} has a call of {function['name']!r:.40} whose arguments are not an object")
         function = function | {"arguments": arguments}
         read.append(call | {"function": function} if "function" in call else function)
     return read

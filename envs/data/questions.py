@@ -26,7 +26,7 @@ WRITTEN["alone"] = "{}"
 
 
 class Questions(Env):
-    """Reward 1.0 for the right answer, `partial` for another one in the asked form.
+    """Reward 1.0 for the right answer, `partial` for another one in the required format.
 
     Subclasses define which answers are right (`is_equal`), and may have other prompts (`prompts`, by form).
     """

@@ -12,7 +12,7 @@ from envs.data.files import JSON, NOT_UTF8, Located, RawRow, read_file
 from envs.data.hub import read_split
 from utils.settings.errors import UserError, counted
 
-SKIP = "or leave such rows out by skip_bad_rows=true in --env_options"
+SKIP = "or skip malformed rows with skip_bad_rows=true in --env_options"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
 

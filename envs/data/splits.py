@@ -60,7 +60,7 @@ def select_split(
     selected, num_removed = remove_overlap(by_split[split], [] if may_overlap else held_out[split])
     note = f"; {len(selected):,} {'to train on' if split == 'train' else f'in the {split} split'}"
     if num_removed:
-        note += f", {num_removed:,} removed that a held-out split has, too"
+        note += f", {num_removed:,} removed because a held-out split has them"
     if split == "train":
         sizes = {name: len(by_split[name]) for name in ("valid", "test")}
         note += "".join(f"; {size:,} in the {name} split" for name, size in sizes.items() if size)

@@ -53,7 +53,7 @@ SEVERAL_BOXES = re.compile(r"\\boxed[^\n]{1,100}\\boxed")
 
 
 def final_reference(text: str) -> str:
-    r"""Returns the answer that a reference gives between tags, in a box or behind ####; without these, the text itself.
+    r"""Returns the answer that a reference gives between tags, in a box or after ####; without these, the text itself.
 
     Several boxes on a line are all the answer (\boxed{1} and \boxed{2}); the text itself is then returned.
     """

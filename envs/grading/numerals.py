@@ -65,7 +65,7 @@ PARTS = {name: k for k, name in enumerate(PARTS.split(), 2)} | {"halve": 2, "qua
 SCALES, FRACTIONS = ("|".join(f"{name}s?" for name in names) for names in (SCALE, PARTS))
 NEGATION = "not|no|never|cannot|neither|nor|wrong|incorrect|false|untrue|unequal|[a-z]+n['’]t"
 # Words that change a number: wherever they stand; straight before it, with nothing but fillers between, or anywhere
-# behind it; straight before it or behind it; straight before it.
+# after it; straight before it or after it; straight before it.
 ANYWHERE = "|".join([NEGATION, *({*VALUE} - {"a", "an", "one"}), SCALES, f"(?-i:{'|'.join(SHORT)})", "minus|negative"])
 BOTH = rf"(?!quarters)(?:{FRACTIONS})|thousandths?|least|most|or|plus|factorial|choose|pi|hex|binary|lakh|crore|grand"
 BESIDE = "squared|cubed|doubled|tripled|halved|th|st|nd|rd|divided|multiplied|raised|point|dot|mod|modulo|power|factors"

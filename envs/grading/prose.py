@@ -1,4 +1,4 @@
-"""The answer of a text that gives it behind ####, or in no form at all."""
+"""The answer of a text that gives it after ####, or in no form at all."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ from envs.grading.words import LEAD, MAX_BOX, MAX_MATH, MAX_PHRASE, PLAIN_NAMES,
 
 
 def extract_hash(text: str, is_asked: bool = True) -> str | None:
-    """Returns the answer behind the last #### whose line holds one (see `holds_answer`); None if there is none.
+    """Returns the answer after the last #### whose line holds one (see `holds_answer`); None if there is none.
 
     A line of words is an answer if no text of its own follows it, as it follows a heading of Markdown. If the
     form `is_asked` for, the last line of words counts whatever follows.

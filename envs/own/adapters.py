@@ -34,7 +34,7 @@ class Played(NamedTuple):
 
     text: str  # the last reply
     ids: Sequence[int] = ()  # tokens of all turns of the policy
-    messages: list[Message] = ()  # messages of an episode behind the prompt, as TRL writes them
+    messages: list[Message] = ()  # messages of an episode after the prompt, as TRL writes them
     environment: Resettable | None = None
 
 
@@ -85,7 +85,7 @@ def read_step(returned: object) -> tuple[object, float, bool]:
         observation, reward, ends = returned.observation, returned.reward, [returned.done]
     number = as_number(reward or 0.0)
     if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
-        raise ValueError("the reward is not a number, or the end neither true nor false")
+        raise ValueError("the reward is not a number, or the end is neither true nor false")
     return observation, number, any(ends)
 
 
@@ -259,7 +259,7 @@ class Adapter:
             raise AttributeError("they have no method reset")
         space = getattr(environment, "action_space", None)
         if hasattr(environment, "get_observation") or hasattr(space, "sample") and not hasattr(space, "characters"):
-            raise TypeError("their actions are no texts: name as_gym(CLASS) instead, see recipes/gyms/README.md")
+            raise TypeError("their actions are not texts: use as_gym(CLASS), see recipes/gyms/README.md")
         if callable(getattr(environment, "step", None)):
             return Traits(True, (), True)
         return Traits(False, tuple(tool_methods(environment)), hasattr(environment, "get_reward"))

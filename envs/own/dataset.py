@@ -154,7 +154,7 @@ class Dataset(Env):
         exchange = read_exchange(row, replace(self.columns, needs_answer=self.needs_answer))
         prompt = unweighted(exchange.prompt)
         if exchange.tools and self.tools:
-            raise ValueError("it has a column tools, and --episode has tools of its own: leave one out")
+            raise ValueError("it has a column tools, and --episode has tools of its own: remove one")
         if exchange.tools:
             prompt = Messages.of(as_messages(prompt, "user"), exchange.tools)
         given = exchange.answer
@@ -169,7 +169,7 @@ class Dataset(Env):
         if exchange.reply:
             weighted(row, [*as_messages(exchange.prompt, "user"), *exchange.reply])  # raises for a row to leave out
         elif mark := next((name for name in WEIGHTS if row.get(name) not in (None, 1)), ""):
-            raise ValueError(f"its column {mark} is not used without a --reward: leave the column out")
+            raise ValueError(f"its column {mark} is not used without a --reward: remove the column")
         return Row(prompt, row if read_references(given) else None)
 
     def problem(self, index: int) -> Problem:

@@ -51,7 +51,7 @@ class KeyColumns(NamedTuple):
 class Signature:
     """Properties of a reward that are known without running it."""
 
-    name: str  # behind the colon
+    name: str  # after the colon
     place: str  # its name in Python, the line and the file
     names: tuple[str, ...]  # names of arguments
     needed: tuple[str, ...]  # arguments without a default
@@ -86,7 +86,7 @@ class Signature:
         }
         names = ", ".join(map(repr, row))[:200]
         remedy = remedies.get(unknown[0]) or remedies.get(unknown[0].removesuffix("s"), "")
-        raise UserError(f"{self.place} needs {unknown[0]!r}, which is no column: there are {names}{remedy}")
+        raise UserError(f"{self.place} needs {unknown[0]!r}, which is not a column; there are {names}{remedy}")
 
 
 @dataclass(frozen=True)

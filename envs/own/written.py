@@ -1,4 +1,4 @@
-"""Conversations with written replies, from files or the hub: the data of core/sft.py."""
+"""Demonstrations, which are conversations with replies to learn from: the data of core/sft.py."""
 
 import re
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class DataConfig:
     max_length: int = option(1024, "Maximum number of tokens of a row: a conversation up to its last reply")
     long_rows: str = option(
         "error",
-        "Treatment of rows longer than --max_length; error: end the command; cut: truncate them; drop: leave them out",
+        "Treatment of rows longer than --max_length; error: end the command; cut: truncate them; drop: skip them",
         ["error", "cut", "drop"],
     )
 
@@ -150,7 +150,7 @@ def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[W
         tests = by_split["test"]
         rows, num_removed = remove_overlap(by_split["train"] + by_split["valid"], tests)
         note += f"; {len(rows):,} to train on; {len(tests):,} held out"
-        note += f", {num_removed:,} removed that are held out, too" if num_removed else ""
+        note += f", {num_removed:,} removed because they are also held out" if num_removed else ""
     if not rows:
         raise UserError(f"{config.source} leaves no row to train on{note}: add rows")
     options = {"data": config.source}

@@ -1,6 +1,6 @@
 """Calls of tools as models write them: each form is read to a name and arguments.
 
-A call is hostile input: what cannot be read raises CallError. To add a form, write its reader and a line in FORMS.
+A call is adversarial input: what cannot be read raises CallError. To add a form, write its reader and a line in FORMS.
 """
 
 import ast
@@ -154,7 +154,7 @@ def finite_number(text: str) -> float:
     """Returns a number with a point or an exponent. Raises: CallError for NaN, Infinity and what is too large."""
     number = float(text)
     if not math.isfinite(number):
-        raise CallError(f"the call has {text[:20]}, which is no finite number")
+        raise CallError(f"the call has {text[:20]}, which is not a finite number")
     return number
 
 

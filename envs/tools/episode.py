@@ -1,6 +1,6 @@
 """Tools in episodes: the calls of a reply are run, and their results are what the policy reads next.
 
-A call is hostile input, and a tool is other people's code: neither raises out of an episode. What a tool does to its
+Calls are adversarial, and tools are other people's code: neither raises out of an episode. What a tool does to its
 process (hang, fork, fill the memory) ends that process: see envs/scoring/worker.py.
 """
 

@@ -79,7 +79,7 @@ class Strict(BaseModel):
             if isinstance(found, BadRequest):
                 field, reason = field or found.field, str(found)
             elif first["type"] == "extra_forbidden":
-                reason = "is not supported: leave it out"
+                reason = "is not supported: remove it"
             raise BadRequest(f"{'.'.join(loc)} {reason}".strip(), field) from error
 
 

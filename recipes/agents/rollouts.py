@@ -38,7 +38,7 @@ from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
 from utils.threefry import make_key, threefry
 
-UNSCORED = "its program's last line is no JSON, and neither --reward nor a column answer grades its last reply"
+UNSCORED = "its program's last line is not valid JSON, and neither --reward nor a column answer grades its last reply"
 
 
 class AgentConversations(Conversations):

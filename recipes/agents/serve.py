@@ -4,7 +4,7 @@
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Use 3 4 7 to make 14."}]}'
 
 A conversation that goes on is continued in its row of the cache: only what is new is encoded and computed. Requests
-beyond the rows wait, first come, first served. The server answers this machine only, unless --host is given, which
+beyond the rows wait, first come, first served. The server listens on localhost only, unless --host is given, which
 needs a key for callers in the variable LMPO_API_KEY.
 """
 
@@ -67,7 +67,7 @@ class ServeConfig:
 
     port: int = option(8000, "Port; 0: a free one", essential=True)
     host: str = option("127.0.0.1", "Address; another one than of this machine needs a key, in LMPO_API_KEY")
-    context: int = option(4096, "Most tokens of a conversation", essential=True)
+    context: int = option(4096, "Maximum context length, in tokens", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 """An HTTP server in a thread of its own, whose answers wait for tokens that another thread samples.
 
-It answers this machine only, by its own names: other sites that a browser has open can reach it too.
+It listens on localhost and rejects requests from other origins, which a browser could send.
 """
 
 import asyncio

@@ -49,7 +49,7 @@ class Calculator:
         """
         value, _ = parse_arithmetic(str(expression))
         if value is None:
-            raise ValueError("this is no expression of whole numbers with + - * and brackets")
+            raise ValueError("this is not an expression of whole numbers with + - * and brackets")
         return f"The result is {value}. Now write it in a sentence, without a call."
 
 

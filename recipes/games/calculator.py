@@ -99,5 +99,5 @@ def calculate(expression: str) -> str:
     """
     value, _ = parse_arithmetic(str(expression))
     if value is None:
-        raise ValueError("this is no expression of whole numbers with + - * / and brackets")
+        raise ValueError("this is not an expression of whole numbers with + - * / and brackets")
     return str(value)

@@ -448,7 +448,7 @@ def test_slips_go_aside():
         ("gridworld", {"num_holes": 15}, "num_holes from 0 to size"),
         ("gridworld", {"prompt": "long"}, "choose one of bare, full"),
         ("wordle", {"words": "no-such-file"}, "words=no-such-file names no file"),
-        ("wordle", {"words": __file__}, "is no word of five letters"),
+        ("wordle", {"words": __file__}, "is not a word of five letters"),
         ("wordle", {"max_turns": 1}, "max_turns >= 2"),
     ],
 )

@@ -115,12 +115,12 @@ def find_guess(text: str) -> str | None:
 def read_words(path: Path) -> list[str]:
     """Returns the words of a file with spaces or line breaks between them, each once.
 
-    Raises: UserError for a file that is not there, and for what is no word of five letters from a to z.
+    Raises: UserError for a file that is not there, and for what is not a word of five letters from a to z.
     """
     if not path.is_file():
         raise UserError(f"words={path} names no file: correct the path")
     words = path.read_text(encoding="utf-8", errors="replace").lower().split()
     for word in words:
         if not WORD.fullmatch(word):
-            raise UserError(f"{path}: {word[:50]!r} is no word of five letters from a to z: correct it")
+            raise UserError(f"{path}: {word[:50]!r} is not a word of five letters from a to z: correct it")
     return list(dict.fromkeys(words))

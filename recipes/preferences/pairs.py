@@ -63,7 +63,7 @@ def read_pair(row: RawRow, columns: dict[str, str]) -> Row:
         found = f"it has no column {error}, only {', '.join(map(repr, row))[:200]}"
         raise ValueError(f"{found}: name the columns by --columns {FORM}") from error
     if wrong := next((name for name in STORED if row.get(name) is not None), ""):
-        raise ValueError(f"its column {wrong} is not used: leave it out, since the reference model is computed here")
+        raise ValueError(f"its column {wrong} is not used, since the reference model is computed here: remove it")
     if all(side and side[0]["role"] != REPLY for side in sides):  # they begin with the prompt, whatever its column has
         num_shared = next((i for i, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
         said, sides = sides[0][:num_shared], [side[num_shared:] for side in sides]

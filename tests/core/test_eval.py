@@ -537,7 +537,7 @@ def test_printed_commands_run_as_printed(run_folder):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
-    command = re.search(r"is saved: `(.*)` goes on from there", said)
+    command = re.search(r"is saved: `(.*)` resumes from there", said)
     assert command, said
     assert f"--reward {REWARD}" in command[1]
     done = subprocess.run(command[1], shell=True, capture_output=True, text=True, env=QUICK | os.environ)
@@ -629,10 +629,10 @@ def test_replies_are_sampled_again_unless_the_grading_alone_differs(others, test
         ("gms8k(form=any)", "there is no environment 'gms8k' .did you mean gsm8k"),
         ("gsm8k(form=anything)", "form=anything: choose one of tags, boxed, hash, any"),
         ("gsm8k(shape=any)", r"--test_env_name gsm8k\(shape=any\): environment gsm8k has no option 'shape'"),
-        ("gsm8k(form=any", "'gsm8k.form=any' is no environment: give NAME or"),
+        ("gsm8k(form=any", "'gsm8k.form=any' is not an environment: give NAME or"),
         ("gsm8k(form)", "'form' is not name=value"),
-        ("aime,aime", "--test_env_name has aime twice: leave one out"),
-        ("gsm8k", "gsm8k-test is graded so already: name another form"),
+        ("aime,aime", "--test_env_name has aime twice: remove one"),
+        ("gsm8k", "gsm8k-test is already graded this way: name another form"),
     ],
 )
 def test_environment_or_form_that_does_not_exist_is_refused_by_name(others, message):

@@ -100,7 +100,7 @@ def test_start_ends_in_one_sentence_if_all_prompts_are_long():
 
 @pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
 def test_dropped_text_is_named_with_its_problem(every, num_dropped, first):
-    words = f"mine: {num_dropped} prompts of more than 40 tokens left out, from problem {first} on"
+    words = f"mine: {num_dropped} prompts of more than 40 tokens skipped, from problem {first} on"
     assert find_tasks("mine", Rows(30, every), in_letters, LIMIT)[1] == words
 
 
@@ -325,7 +325,7 @@ def test_every_option_of_style_reaches_another_environment():
     ("name", "test", "flags", "message"),
     [
         ("countdown", "", {"data_dir": DATA}, f"--data_dir {DATA}: no environment of countdown takes it"),
-        ("countdown", "poem", {"episode": "r.py:f"}, "poem-test takes it: leave it out, or give --env_name dataset"),
+        ("countdown", "poem", {"episode": "r.py:f"}, "poem-test takes it: remove it, or give --env_name dataset"),
         ("countdown", "gsm8k", {"data_dir": DATA, "test_env_options": "numbers=3"}, "gsm8k has no option 'numbers'"),
         ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
         ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_name 'max_characters': "),

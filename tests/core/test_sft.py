@@ -105,8 +105,8 @@ def test_what_messages_spell_ends_no_reply(tiny):
 
 TEMPLATES = {  # of the tokenizer of models/tiny: what rows of three turns, or of one, are refused for
     "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}": (
-        "row 1: the model's chat template begins a written reply differently",
-        "begins a written reply differently",
+        "row 1: the model's chat template begins a demonstration differently",
+        "begins a demonstration differently",
     ),
     "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}": (
         "does not show messages of the role assistant",
@@ -347,7 +347,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     logged = json.loads((whole / "config.json").read_text())
     known = {name for name, option in options_of(SFTConfig).items() if not option.resumable}
     assert {name: again[name] for name in known} == {name: logged[name] for name in known}
-    assert "Loss of written replies" in (whole / "report.html").read_text()
+    assert "Loss of demonstrations" in (whole / "report.html").read_text()
     played = eval.settings_of_run({"model_dir": str(whole)})  # what core/eval.py plays
     assert played.get("env_name") == flags.get("env_name")
 

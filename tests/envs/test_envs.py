@@ -210,7 +210,7 @@ def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
     assert not prompts[0] & prompts[1]
     assert prompts[1]
     assert len(prompts[2]) == 3
-    assert ", 2 removed that a held-out split has, too" in made[0].note
+    assert ", 2 removed because a held-out split has them" in made[0].note
     with pytest.raises(ValueError, match="for the train split, of 3 rows in the data; 0 to train on, 2 removed"):
         envs.make_env("dataset", path=test, test_path=test)
 

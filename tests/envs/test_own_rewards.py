@@ -140,9 +140,9 @@ def test_reward_without_numbers_is_named_by_function_and_line(folder, name, word
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("lacks", r"<lambda>\(\) in line \d+ of .*own.py needs 'weight', which is no column"),
+        ("lacks", r"<lambda>\(\) in line \d+ of .*own.py needs 'weight', which is not a column"),
         ("state", "needs 'trainer_state', .*: TRL alone has a trainer; give the argument a default"),
-        ("wrong_score", "needs 'gold', which is no column: there are 'prompt', 'answer'$"),
+        ("wrong_score", "needs 'gold', which is not a column; there are 'prompt', 'answer'$"),
         ("Object", "Object is a class: add a line `reward = Object"),
         ("how_man", r"has no function how_man, only .*did you mean how_many\?"),
         ("own,own", "names own twice"),

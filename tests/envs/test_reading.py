@@ -54,7 +54,7 @@ SHOWN = [
     ("It is between 5 and 7.", ["between 5 and 7"], ["5", "7", "5, 7"], "several numbers are none"),
     ("The solutions are 5 and 7.", ["5, 7", r"\{5, 7\}"], ["5", "7"], "but a list of them is a list"),
     ("The answer is (1, 2).", ["(1,2)"], ["2", "1", "(2,1)"], "a formula is compared as a whole"),
-    ("Answer: 7\nConfidence: 95%", ["7"], ["95", "95%"], "notes behind the answer do not count"),
+    ("Answer: 7\nConfidence: 95%", ["7"], ["95", "95%"], "notes after the answer do not count"),
     ("答案是42元。", ["42", "42元"], ["42 km"], "units and full stops of other scripts"),
 ]
 

@@ -272,12 +272,12 @@ WRONG = {
     "message 2 has train='no': a reply is trained": [ASK, {**SAY, "train": "no"}],
     "message 2 has one weight that trains it, and one that does not": [ASK, {**SAY, "train": True, "weight": 0}],
     "message 1 has weight=1: only messages of the assistant": [{**ASK, "weight": 1}, SAY],
-    "message 2 has tool_calls that are no list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
+    "message 2 has tool_calls that are not a list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
     "the arguments in message 2 is text, and not JSON": [
         ASK,
         {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": "3, 7"}}]},
     ],
-    "a call of 'add' whose arguments are no object": [
+    "a call of 'add' whose arguments are not an object": [
         ASK,
         {**CALLED, "tool_calls": [{"name": "add", "arguments": [3]}]},
     ],
@@ -307,7 +307,7 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
         ({"weights": [0, 1]}, "its column weights is not used"),
         ({"functions": []}, "its column functions is not used"),
         ({"tools": "add(a, b)"}, "column tools is text, and not JSON"),
-        ({"tools": [{"description": "Adds."}]}, "no list of JSON schemas with a name"),
+        ({"tools": [{"description": "Adds."}]}, "not a list of JSON schemas with a name"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, *TURNS]}, "are both system messages"),
     ],
 )
@@ -365,8 +365,8 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (float("nan"), "its answer is nan, which is no number"),
-        (float("inf"), "its answer is inf, which is no number"),
+        (float("nan"), "its answer is nan, which is not a number"),
+        (float("inf"), "its answer is inf, which is not a number"),
         ("null", "the text 'null', which programs write for a missing value: .* the list .\"null\"."),
         (True, "its answer is a bool, not text, a number or a list"),
         ({"value": 5}, "its answer is a dict, .* as answer=COLUMN.value"),

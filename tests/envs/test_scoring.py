@@ -119,7 +119,7 @@ def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
 
 def test_what_an_environment_says_is_cut(patient_scorer):
     (message,) = ask(patient_scorer, "much").messages
-    note = f" ... (cut at {MAX_OBSERVED} of {4 * 10**7} characters)"
+    note = f" ... (truncated at {MAX_OBSERVED} of {4 * 10**7} characters)"
     assert message["content"] == "more" * (MAX_OBSERVED // 4) + note
 
 

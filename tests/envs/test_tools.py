@@ -124,8 +124,8 @@ ERRORS = [
     ('{"name": "add", "a": 1}', "add: missing a required argument: 'a'"),
     ('{"name": "add", "parameters": null}', "the arguments are not an object"),
     ('{"name": "add", "arguments": "a"}', "the arguments are not an object"),
-    ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is no finite number"),
-    ('{"name": "add", "arguments": {"a": 1e999}}', "the call has 1e999, which is no finite number"),
+    ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is not a finite number"),
+    ('{"name": "add", "arguments": {"a": 1e999}}', "the call has 1e999, which is not a finite number"),
     ('{"name": "exec"}', "there is no tool 'exec'; there are add, leave, fail_silently, repeat, later"),
     (call("add", c=1), "add: missing a required argument: 'a'"),
     (call("add", a=1, c=1), "add: got an unexpected keyword argument 'c'"),
@@ -157,7 +157,7 @@ def test_limits_of_calls_and_of_results():
     step = game.act(
         Reply("", (call("repeat", text="ab", times=3), call("repeat", text="ab", times=2), call("later")))
     )
-    assert contents(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
+    assert contents(step)[:2] == ["ababa ... (truncated at 5 of 6 characters)", "abab"]
     assert "no more than 2 calls are allowed" in contents(step)[2]
     assert step.info == {"tool_calls": 2, "tool_errors": 1}
 
@@ -586,7 +586,7 @@ def test_rows_of_episodes_may_repeat_and_need_no_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Numbers", r"their actions are no texts: name as_gym\(CLASS\) instead, see recipes/gyms/README.md"),
+        ("Numbers", r"their actions are not texts: use as_gym\(CLASS\), see recipes/gyms/README.md"),
         ("Missing", "has no class Missing"),
         ("NeedsArguments", "cannot be made or reset .TypeError: .*url"),
         ("SimpleNamespace", "cannot be made or reset .AttributeError: they have no method reset"),

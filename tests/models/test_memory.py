@@ -210,9 +210,9 @@ def test_what_tp_does_not_divide_is_named(model, sizes, whole):
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
     layout = tpus(8, tp=2)
     model = shape("Qwen3-0.6B", dtype="bfloat16", mesh=layout.mesh)
-    with pytest.raises(UserError, match="--rollout_tp 4 is refused, since the mesh allows 2, 8: give"):
+    with pytest.raises(UserError, match="--rollout_tp 4 is invalid, since the mesh allows 2, 8: give"):
         choose_rollout(model, layout, 0, 1536, 4)
-    with pytest.raises(UserError, match="--rollout_tp 8 is refused, since weights .* allows 2: give"):
+    with pytest.raises(UserError, match="--rollout_tp 8 is invalid, since weights .* allows 2: give"):
         choose_rollout(replace(model, lora_rank=8), layout, 0, 1536, 8)
     two_heads = replace(model, num_key_value_heads=2)
     cut = [kv_row_bytes(two_heads, layout.with_tp(tp), 1536) for tp in (2, 8)]

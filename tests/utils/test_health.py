@@ -49,11 +49,11 @@ EQUAL = {
     ("metrics", "words"),
     [
         ({"env/return": 0.1}, "100% of the groups have equal rewards (0.1 everywhere) and teach nothing"),
-        ({"env/format": 0.0, "env/correct_answer": 0.0, "env/finished": 1.0}, "100% of the replies give no answer in"),
+        ({"env/format": 0.0, "env/correct_answer": 0.0, "env/finished": 1.0}, "100% of replies have no answer in"),
         ({"env/format": 1.0, "env/correct_answer": 0.0, "env/finished": 1.0}, "one is right: try easier problems"),
         ({"env/format": 0.1, "env/correct_answer": 0.0, "env/finished": 0.1}, "10% of the replies end before the"),
         ({"env/correct_answer": 1.0, "env/return": 1.0, "env/finished": 1.0}, "100% of the replies are right: take"),
-        ({"env/correct_answer": 0.0, "env/return": 0.3}, "the reward is the same whatever the reply"),
+        ({"env/correct_answer": 0.0, "env/return": 0.3}, "the reward seems to be the same for every reply"),
         ({"env/correct_answer": 0.5, "env/return_spread": 1.0}, "all fail in some and all succeed in others"),
         ({"env/correct_answer": 0.0, "env/reward_errors": 16}, "the reward failed for 16 of 64 replies"),
         ({"env/correct_answer": 0.0, "env/finished": 1.0}, "where the replies are wrong, try easier problems"),

@@ -212,7 +212,7 @@ def test_when_one_process_ends_so_do_all(ending, tmp_path):
         if ending == "asked":
             assert main.returncode == other.returncode == 128 + signal.SIGTERM, output + more
             assert "stopped by SIGTERM" in more
-            assert "is saved: the same command goes on from there" in more
+            assert "is saved: the same command resumes from there" in more
     finally:
         for process in processes:
             process.kill()

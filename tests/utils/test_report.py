@@ -511,7 +511,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     assert len(drawn) >= 10
     assert min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
-    assert page.texts("#curves h3")[0] == "Loss of written replies"
+    assert page.texts("#curves h3")[0] == "Loss of demonstrations"
     assert all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"]
     assert len(page.texts("#summary tbody tr")) == 2

@@ -22,7 +22,7 @@ def check_offload(mesh: Mesh) -> None:
     device = mesh.local_devices[0]
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
         raise UserError(
-            f"--offload needs memory of the kind {HOST}, which {device.device_kind} does not have: leave it out"
+            f"--offload needs memory of the kind {HOST}, which {device.device_kind} does not have: remove it"
         )
 
 

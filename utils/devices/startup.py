@@ -93,14 +93,14 @@ def check_ahead(num_training: int, num_devices: int) -> None:
     something to one another, both would wait forever.
     """
     if jax.process_count() > 1:
-        raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: leave it out")
+        raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: remove it")
     if num_devices > 1 and not 0 < num_training < num_devices:
         raise UserError(
             f"--ahead 1 on {num_devices} devices needs a --mesh of 1 to {num_devices - 1}, which train while the "
             f"others sample: give one, such as fsdp={num_devices // 2}"
         )
     if num_training and num_devices == 1:
-        raise UserError("--mesh with --ahead 1 leaves other devices to sample, and there is one device: leave it out")
+        raise UserError("--mesh with --ahead 1 leaves other devices to sample, and there is one device: remove it")
 
 
 def join_devices(model_dir: str = "") -> list[jax.Device]:

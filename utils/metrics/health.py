@@ -115,19 +115,19 @@ def advise_equal(metrics: Mapping[str, JSON]) -> str:
     if correct > 0.9:
         return f"{correct:.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
     if metrics.get("env/return_spread") == 0 and metrics.get("env/return"):
-        return f"the reward is the same whatever the reply, or so it seems: {TRY} shows what it gives to other replies"
+        return f"the reward seems to be the same for every reply: {TRY} shows what it gives to other replies"
     if correct > 0.1:
         return "all fail in some and all succeed in others: a larger --group_size, or problems of middle difficulty"
     if finished < 0.5:
         return f"only {finished:.0%} of the replies end before the limit: raise --num_generation_tokens"
     if has_format < 0.1:
         return (
-            f"{1 - has_format:.0%} of the replies give no answer in the asked form: {TRY} shows both; ask for it in "
+            f"{1 - has_format:.0%} of replies have no answer in the required format: {TRY} shows both; ask for it in "
             "the prompt, teach it by core/sft.py, or set another --env_options form=..."
         )
     if has_format >= 0.1:
         return (
-            f"{has_format:.0%} of the replies give an answer in the asked form and hardly one is right: {HARD}, unless "
-            f"the grader refuses right ones, which {TRY} shows"
+            f"{has_format:.0%} of replies have an answer in the right format and hardly one is right: {HARD}, unless "
+            f"the grader rejects correct ones, which {TRY} shows"
         )
     return f"{TRY} shows what the reward gives; where the replies are wrong, {HARD}"

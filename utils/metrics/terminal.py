@@ -1,4 +1,4 @@
-"""Progress in the last line of the terminal; a line a minute if standard error is no terminal.
+"""Progress in the last line of the terminal; a line a minute if standard error is not a terminal.
 
 A thread draws, so that the seconds advance while XLA compiles or a device works, at no cost to that work.
 """

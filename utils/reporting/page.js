@@ -133,7 +133,7 @@ const SILENCE = 3600; // seconds without a step, or as long as ten steps, after 
 
 /** Says when the page was drawn, whether runs go on, and loads it again while one of them does. */
 function watch(open) {
-  const drawn = `Drawn at ${new Date(1000 * data.drawn).toLocaleString("sv").slice(0, 16)}`;
+  const drawn = `Written at ${new Date(1000 * data.drawn).toLocaleString("sv").slice(0, 16)}`;
   find("live").textContent = `${drawn}, step ${runs.map(lastStep).join(", ")}.`;
   if (!open.length) return;
   const isLive = open.some((run) => {

@@ -1,7 +1,7 @@
 """Writes report.html of a run, or of several runs side by side: curves, configuration, rollouts, in one file.
 
 The page is template.html with curves.js and page.js, which draw; this file adds the data, thinned to what a browser
-opens at once. Models write hostile text. So the data is JSON in which nothing can end its element, and the scripts show
+opens at once. Replies may be adversarial, so data is JSON in which nothing can end its element, and the scripts show
 text as text only. The page's own policy lets no other script run, and nothing be loaded from anywhere.
 """
 
@@ -51,8 +51,8 @@ PANELS = (
     Panel("Correct answers", "Dots are held-out scores with 95% intervals of each, lines are training: the verdict "
           "compares problem by problem, which shows smaller gains.",
           {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%"),
-    Panel("Loss of written replies", "Nats per token, or the loss of a pair: if it rises on held-out rows and falls in "
-          "training, the replies are learned by heart: fewer --num_epochs are better.",
+    Panel("Loss of demonstrations", "Nats per token, or the loss of a pair: if it rises on held-out rows and falls in "
+          "training, the replies are memorized: fewer --num_epochs are better.",
           {"test_data/loss": "held out", "data/loss": "training"}),
     Panel("Preferred replies", "Share of pairs whose chosen reply has gained more than the rejected one: near 100% on "
           "training pairs alone, they are learned by heart.",

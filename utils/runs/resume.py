@@ -30,10 +30,10 @@ def check_settings(
     changes = changed_settings(before, settings, options, free)
     advice = "continue with the old ones, give --resume force, or name another --save_dir"
     if changes.keys() & LENGTH:
-        advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
+        advice += f" (--lr_schedule {settings['lr_schedule']} was computed for the run's original end)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
     gone = [name for name in sorted(before.keys() - settings.keys()) if before[name]]  # of those that were on
-    lines += [f"{name} was {before[name]!r} and is no option of this version" for name in gone]
+    lines += [f"{name} was {before[name]!r} and is not an option of this version" for name in gone]
     return refuse_changes(file.parent, "settings", lines, resume, advice)
 
 
@@ -58,7 +58,7 @@ def refuse_changes(folder: Path, noun: str, changes: list[str], resume: str, adv
     if changes and resume != "force":
         raise UserError(f"{folder} holds a run with other {noun}, {text}: {advice}")
     if changes:
-        print(f"warning: the run goes on with other {noun}:", text)
+        print(f"warning: the run continues with other {noun}:", text)
     return changes
 
 

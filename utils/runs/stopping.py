@@ -39,7 +39,7 @@ def parse_rules(text: str) -> list[StopRule]:
             rules.append(StopRule(int(first_step or 0), metric, comparison, float(limit)))
         except (AttributeError, ValueError) as error:
             raise UserError(
-                f"--stop_at: {text[place:].strip()!r} is no rule: give METRIC>=NUMBER, with one of >= <= > <, or "
+                f"--stop_at: {text[place:].strip()!r} is not a rule: give METRIC>=NUMBER, with one of >= <= > <, or "
                 "STEP: METRIC<NUMBER, and commas between rules"
             ) from error
         place = match.end()

@@ -45,7 +45,7 @@ TRL_NAMES = {  # our names of options of TRL and transformers
     "eval_steps": "test_interval",
 }
 
-GONE = {  # options of kvfrans/lmpo and of earlier versions that are refused: why, or what to give instead
+GONE = {  # options of kvfrans/lmpo and of earlier versions that are rejected: why, or what to give instead
     "agent_processes": "give it as --env_options agent_processes=N",
     "also_eval": "name further environments in --test_env_name, or in --env_name of core/eval.py and core/sft.py",
     "device_type": "JAX finds the device, and JAX_PLATFORMS=cpu names another",
@@ -53,11 +53,11 @@ GONE = {  # options of kvfrans/lmpo and of earlier versions that are refused: wh
     "kl_estimator": "the KL is k3 with --kl_in loss, and k1 with --kl_in reward",
     "kl_every": "--kl_coef logs kl, and 1e-9 changes no result",
     "mlflow": "metrics go to metrics.jsonl, wandb (--wandb_name) and TensorBoard (--tensorboard)",
-    "prefill_batch_split": "each prompt is prefilled once, so leave it out",
+    "prefill_batch_split": "each prompt is prefilled once, so remove it",
     "rollouts_from": "give it to recipes/offline/train.py",
-    "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts, so leave it out",
+    "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts, so remove it",
     "test_env_options": "give them in parentheses, as --test_env_name X-test(numbers=3)",
-    "use_flash_attn": "attention is chosen by platform, so leave it out",
+    "use_flash_attn": "attention is chosen by platform, so remove it",
     "use_xla_flags": "set XLA_FLAGS in the environment",
 }
 

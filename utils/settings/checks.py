@@ -22,7 +22,7 @@ def check_number(name: str, value: float) -> None:
     if type(value) is int and size >= 2**31:
         raise UserError(f"{name} is an integer of more than 32 bits: give one between -{2**31 - 1:,} and {2**31 - 1:,}")
     if type(value) is float and size and not 2.0**-126 <= size < 2.0**128:
-        raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
+        raise UserError(f"{name} is {value:g}, which float32 cannot hold: give 0, or 1.2e-38 to 3.4e38")
 
 
 def hide_passwords(value: T) -> T:

@@ -168,6 +168,6 @@ def convert(
         value = on if BOOLEANS[switch] else off
         current = options.get(option, known[option].default)
         if current not in (known[option].default, value) and value is not None:
-            raise UserError(f"--{flag} {switch} contradicts --{option} {current}: leave one of them out")
+            raise UserError(f"--{flag} {switch} contradicts --{option} {current}: remove one of them")
         rewritten |= {} if value is None else {option: value}
     return options | rewritten

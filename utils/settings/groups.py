@@ -172,7 +172,7 @@ class RunConfig(SinkConfig):
     stop_at: str = option(
         "",
         "Rules that end the run early, separated by commas: METRIC>=NUMBER (also <=, >, <), or STEP: METRIC<NUMBER, "
-        "which holds from that step on. The model with the best held-out return is kept, as by --save_best. Empty: "
+        "which holds from that step on. The model with the best held-out return is kept, as with --save_best. Empty: "
         "none",
         resumable=True,
     )

@@ -13,7 +13,7 @@ from utils.settings.presets import list_presets
 WIDTH = 79  # columns
 SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
 CONFIG = (
-    "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
+    "a preset: Python with get_config(), or YAML; later ones override earlier ones, and options override both; "
     "in configs/ (--help all: what each is): "
 )
 

@@ -131,7 +131,7 @@ def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, who
 
 @pytest.mark.parametrize("error", [UserError("the well is dry: fill it"), *slow(OSError("the well is dry: fill it"))])
 def test_what_goes_wrong_in_the_thread_is_said_in_a_sentence(error, wholes, tmp_path, monkeypatch, capsys):
-    """In the rollouts of step 4, which step 3 draws: three steps are saved, and the run goes on from there."""
+    """In the rollouts of step 4, which step 3 draws: three steps are saved, and the run resumes from there."""
     play, calls = RolloutWorker.play, []
 
     def failing(*args):

@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     kill_at(process, folder, "step", 1, 0, signal.SIGTERM)
     said = process.stdout.read()
     assert process.returncode == 128 + signal.SIGTERM
-    assert "is saved: the same command goes on from there" in said, said
+    assert "is saved: the same command resumes from there" in said, said
     assert train(folder) == 0
     assert_same(folder, whole)
     assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
@@ -374,7 +374,7 @@ def test_options_that_are_new_or_gone_had_their_defaults(tmp_path):
     with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
         small_run(tmp_path, temperature=0.5)
     file.write_text(json.dumps(settings | {"gone": 2}))
-    with pytest.raises(UserError, match="with other settings, gone was 2 and is no option of this version: "):
+    with pytest.raises(UserError, match="with other settings, gone was 2 and is not an option of this version: "):
         small_run(tmp_path)
     small_run(tmp_path, resume="force").folder.release()
 
@@ -697,7 +697,7 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert "No space left" in error, error
-    assert "is saved: the same command goes on from there" in error
+    assert "is saved: the same command resumes from there" in error
     assert "[Errno" not in error, error
     remount(small_disk, "size=50m")
     assert train(folder) == 0

@@ -64,7 +64,7 @@ def test_stopped_run_stays_until_its_rule_is_left_out(whole, tmp_path, capsys):
     assert records(folder) == records(whole)[:5]
     assert train(folder, stop_at="loss>1e9,4: test_env/return >= -9") == 0
     printed = capsys.readouterr().out
-    assert "finished at step 4 by --stop_at 4: test_env/return>=-9 (leave the rule out to continue)" in printed
+    assert "finished at step 4 by --stop_at 4: test_env/return>=-9 (remove the rule to continue)" in printed
     assert printed.count("ended the run at step 4.") == 2
     assert records(folder) == records(whole)[:5]
     assert train(folder) == 0
@@ -87,10 +87,10 @@ def test_first_evaluation_ends_a_run_with_rollouts_ahead(tmp_path, capsys):
     ("rule", "words"),
     [
         ("test_env/retrun>1", "no metric test_env/retrun: give test_env/return"),
-        ("env/length=3", "is no rule"),
-        ("loss>many", "is no rule"),
-        ("approx_kl>nan", "is no rule"),
-        ("loss>1 entropy<2", "is no rule"),
+        ("env/length=3", "is not a rule"),
+        ("loss>many", "is not a rule"),
+        ("approx_kl>nan", "is not a rule"),
+        ("loss>1 entropy<2", "is not a rule"),
     ],
 )
 def test_rule_without_a_metric_or_a_number_fails_before_the_run(rule, words, tmp_path, capsys):
