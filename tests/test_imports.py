@@ -368,7 +368,7 @@ BUDGETS = {
     "lines of tests": 27471,
     "lines of bench": 6482,
     "lines of Python": 67960,
-    "options": 130,
+    "options": 131,
     "lines of the longest class": 288,
 }
 LOADED = {"files": 116, "lines": 17412}  # of the house, by a run of a step with evaluation and saving

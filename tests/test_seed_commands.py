@@ -20,7 +20,7 @@ from core.sft import SFTConfig
 from tests.helpers import write_one_layer
 from tests.local_hub import local_hub, put
 from tests.published import published
-from utils.settings.arguments import GONE
+from utils.settings.arguments import GONE, WERE_ON
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
 
@@ -154,12 +154,13 @@ def test_a_flag_that_is_gone_is_refused_with_the_reason(config, tmp_path, capsys
     """By all commands, and in a preset; in a config.json it may have been off."""
     file = tmp_path / "config.json"
     for flag, advice in GONE.items():
-        file.write_text(json.dumps({flag: "x"}))
+        file.write_text(json.dumps({flag: "" if flag in WERE_ON else "x"}))
         for argv in ([f"--{flag}", "1"], [f"--{flag.replace('_', '-')}=1"], ["--config", str(file)]):
             with pytest.raises(SystemExit, match="^2$"):
                 parse(config, argv)
             assert re.search(rf"there is no option (--)?{flag}: {re.escape(advice)}", capsys.readouterr().err)
-    file.write_text(json.dumps(dict.fromkeys(GONE, "") | {"data": "rows.jsonl"} if config is SFTConfig else {}))
+    unchanged = dict.fromkeys(GONE, "") | dict.fromkeys(WERE_ON, True)
+    file.write_text(json.dumps(unchanged | ({"data": "rows.jsonl"} if config is SFTConfig else {})))
     assert parse(config, ["--config", str(file)])
 
 

@@ -69,6 +69,9 @@ class ServeConfig:
     host: str = option("127.0.0.1", "Address; another one than of this machine needs a key, in LMPO_API_KEY")
     context: int = option(4096, "Maximum context length, in tokens", essential=True)
     rows: int = option(32, "Conversations whose cache is kept, at most; further requests wait")
+    temperature: float = option(
+        -1.0, "Temperature of requests that set none; -1: that of the model's generation_config.json, or 1"
+    )
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
@@ -237,6 +240,8 @@ def main(config: ServeCommand) -> None:
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
     env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
+    if serve.temperature >= 0:
+        distribution = distribution_with(distribution, {"temperature": serve.temperature}, model.vocab_size)
     endpoint.tokenizer, endpoint.default = tokenizer, distribution
     with endpoint.server:
         env.dialect, env.rollouts = DIALECT, OwnRollouts("", "", endpoint)

@@ -57,9 +57,11 @@ GONE = {  # options of kvfrans/lmpo and of earlier versions that are rejected: w
     "rollouts_from": "give it to recipes/offline/train.py",
     "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts, so remove it",
     "test_env_options": "give them in parentheses, as --test_env_name X-test(numbers=3)",
+    "train_vocab": "--lora_rank N trains neither the embedding nor the head",
     "use_flash_attn": "attention is chosen by platform, so remove it",
     "use_xla_flags": "set XLA_FLAGS in the environment",
 }
+WERE_ON = {"train_vocab"}  # of GONE: 1 changed nothing; of the others, 0 or nothing
 
 
 def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[Assignment]:

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from utils.settings.arguments import BOOLEANS, GONE, Assignment, Value, nearest, read_assignments
+from utils.settings.arguments import BOOLEANS, GONE, WERE_ON, Assignment, Value, nearest, read_assignments
 from utils.settings.checks import check_password
 from utils.settings.errors import SET_BY, UserError, fail
 from utils.settings.lmpo import Spelling
@@ -159,7 +159,7 @@ def convert(
                 flags[name] = str(value).lower(), source
         elif name in known:
             options[name] = known[name].read(value, source)
-        elif name not in GONE or value:  # in a config.json it may have been off
+        elif name not in GONE or bool(value) != (name in WERE_ON):  # a config.json may hold what changed nothing
             raise UserError(f"{source}: there is no option {name}{nearest(name, known)}")
     for flag, (switch, source) in flags.items():
         if switch not in BOOLEANS:
