@@ -225,7 +225,7 @@ def test_devices_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"ahead": 2}, "--ahead 2 is refused"),
+        ({"ahead": 2}, "--ahead 2 is not supported"),
         ({"do_mask_inference_ratio": 1}, "--do_mask_inference_ratio has no effect"),
         ({"objective": "reinforce"}, "--objective reinforce does not account for"),
     ],

@@ -101,7 +101,7 @@ def test_scores_are_compared_since_their_meaning_changed():
     card = replace(card_of(**HELD_OUT), segments=segments)
     text = card.render(Progress(33), run)
     assert "| 3 (step 20) | 4 (step 30) |" in text
-    assert "Scores up to step 10 are of other data or settings" in text
+    assert "Scores up to step 10 were measured with other data or settings" in text
     assert "from step 11 on: --lr is 2 now and was 1" in blocks(text)["text"]
     assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
 

@@ -360,7 +360,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
     small_run(tmp_path, **options, **free).folder.release()
     assert not capsys.readouterr().out
     small_run(tmp_path, lr=2e-3, resume="force").folder.release()
-    assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+    assert "continues with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
 def test_options_that_are_new_or_gone_had_their_defaults(tmp_path):
@@ -403,7 +403,7 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     assert [segment["step"] for segment in run.folder.begin(2, {})] == [2, 2]
     card = run.states.card.render(Progress(4), {})
     assert "from step 4 on: --lr is 0.002 now and was 0.001" in card
-    assert "up to step 3 are of other data" in card
+    assert "up to step 3 were measured with other data" in card
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["global_step"] for event in events] == [3, 3]
     assert "--lr is 0.002 now" in events[0]["warning"]
@@ -445,7 +445,7 @@ def test_a_run_whose_data_or_reward_has_changed_is_not_resumed(kind, tmp_path, c
     with pytest.raises(UserError, match=f"other data, .*{what}"):
         small_run(folder, changed)
     run = small_run(folder, changed, resume="force")
-    assert "goes on with other data: " in capsys.readouterr().out
+    assert "continues with other data: " in capsys.readouterr().out
     run.restore(states(0))
     started(run).folder.release()
     (segment,) = run_of(folder)["segments"]
