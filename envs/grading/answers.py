@@ -66,9 +66,11 @@ def final_answer(text: str, form: str) -> str | None:
 
 def one_spelling(answer: str) -> str:
     """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
+    if letter := choice(answer):  # before "forty" of "E: forty"
+        return letter
     if number := parse_number(answer, words=True):
         return f"{number.value}{'%' * number.percent}"
-    return choice(answer) or words(answer) or simplified(answer) or answer
+    return words(answer) or simplified(answer) or answer
 
 
 # arithmetic

@@ -207,7 +207,7 @@ REFUSED = {
     "no column 'chosen', only 'prompt', 'good': name the columns by --columns prompt=COLUMN,chosen=": {
         "prompt": "a", "good": "b"
     },
-    "its column ref_chosen_logps is not used: leave it out": {
+    "its column ref_chosen_logps is not used, since the reference model is computed": {
         "prompt": "a", "chosen": "b", "rejected": "c", "ref_chosen_logps": -1.0
     },
     "a turn of the assistant is empty": {"prompt": "a", "chosen": "b", "rejected": " "},

@@ -321,7 +321,7 @@ def test_prompts_without_room_for_a_completion_are_left_out(few_positions, tmp_p
     argv = ["--model_dir", str(few_positions), *options, "--show", "1"]
     assert not outcome(lambda: evaluation.main(evaluation.parse_command(argv)))
     printed = capsys.readouterr().out
-    assert "of more than 28 tokens left out" in printed
+    assert "of more than 28 tokens skipped" in printed
     assert "prompts of at most 28 tokens, as the model has 48 positions" in printed
 
 
