@@ -247,8 +247,8 @@ def test_deepscaler_as_it_is():
     test = environment("deepscaler-test", DATA)
     assert train.note == (
         "deepscaler: 39,381 problems of 40,315 rows (left out: 928 repeated, 6 empty); 38,434 to train on, 24 removed "
-        "because a held-out split has them; 308 in the valid split; 615 in the test split; 8 removed that aime, aime25, "
-        "amc, amc23, math500 have, too"
+        "because a held-out split has them; 308 in the valid split; 615 in the test split; 8 removed that aime, "
+        "aime25, amc, amc23, math500 have, too"
     )
     assert train.num_tasks == 38_434 - 8
     assert test.num_tasks == 615
