@@ -28,12 +28,12 @@ from core.records import Completions, first_rows
 from core.rollout import RolloutWorker, make_worker
 from core.run.card import training_command
 from core.run.rollouts import transcript
+from core.run.stored import read_rollouts
 from core.terms.turn_rewards import turn_numbers
 from envs.settings import EnvConfig, check_code, resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.memory import sampling_room
 from models.names import make_policy
-from recipes.offline.stored import read_rollouts
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.metrics.logger import printable

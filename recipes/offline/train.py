@@ -26,8 +26,8 @@ from core.grpo import Rollouts, groups_with_signal, main
 from core.records import Episodes, Progress
 from core.run.folder import settings_of_model
 from core.run.run import Run
+from core.run.stored import read_episodes
 from models.state import TrainState
-from recipes.offline.stored import read_episodes
 from utils.devices.startup import ending_together
 from utils.metrics.jsonl import read_json
 from utils.runs.origin import read_settings

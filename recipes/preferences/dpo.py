@@ -30,6 +30,7 @@ from core.records import Batch, Completions, differs
 from core.run.card import DPO
 from core.run.folder import settings_of_adapters
 from core.run.run import Run
+from core.run.stored import read_episodes
 from core.sft import Demonstrations, SFTConfig, SftOptimizerConfig, main
 from envs.data.messages import Messages
 from envs.data.rows import Row
@@ -38,7 +39,6 @@ from models.checkpoint import find_model, resolve_model_dir
 from models.conversations import Conversation
 from models.state import TrainState
 from models.tokenizer import Tokenizer, load_tokenizer
-from recipes.offline.stored import read_episodes
 from recipes.preferences.pairs import PairConfig
 from utils.devices.startup import ending_together
 from utils.evaluation.losses import loss_metrics, row_losses
