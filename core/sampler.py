@@ -74,11 +74,7 @@ class SamplingConfig:
         0.0, "Minimum probability of a token to sample, as a share of the likeliest token's probability; 0: all tokens"
     )
     stop_strings: str = option("", "Texts or special tokens that end a completion, separated by commas")
-    page_size: int = option(
-        -1,
-        "Tokens in a page of the KV cache; -1: chosen for the hardware",
-        resumable=True,
-    )
+    page_size: int = option(-1, "Tokens in a page of the KV cache; -1: chosen for the hardware", resumable=True)
     inference_batch_per_device: int = option(
         0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
     )
@@ -329,8 +325,7 @@ class Scheduler:
     def decode(self) -> list[Launched]:
         """Launches the next segment of all rows that can be sampled, in programs of few sizes."""
         rows, table, launched = self.rows, self.table, []
-        can_go_on = (table.slots >= 0) & rows.is_sampling & (rows.num_launched < rows.limits)
-        drawing = np.flatnonzero(can_go_on)
+        drawing = np.flatnonzero((table.slots >= 0) & rows.is_sampling & (rows.num_launched < rows.limits))
         if not drawing.size:
             return []
         num_free = sum(len(shard.pages) for shard in table.shards)

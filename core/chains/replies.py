@@ -5,7 +5,6 @@ Replies of several turns: `Conversations` in core/chains/turns.py. B rows, N pro
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -42,7 +41,7 @@ class Replies:
         self.task_ids = np.repeat(task_ids, self.num_samples).tolist()
         self.own_rows = layout.process_share(len(keys), self.num_samples)
         self.texts: dict[int, str] = {}  # by row
-        self.lock = Lock()  # a sampler may call from several threads
+        self.lock, self.wait = Lock(), Wait("")  # a sampler may call from several threads
 
     def prompts(self) -> list[tuple[int, Problem]]:
         """Returns task number and problem of each prompt: single replies have one prompt a group."""
@@ -57,13 +56,18 @@ class Replies:
         keys: UInt32[np.ndarray, "B 2"],
         wait: Wait,
     ) -> Completions:
-        """Samples the replies to prompts; takes them as they end."""
-        return replace(sampler, on_segment=partial(self.on_segment, wait)).draw(weights, prompts, keys)
+        """Samples the rows that begin with these prompts; takes replies as they end."""
+        self.wait = wait
+        return self.listening(sampler).draw(weights, prompts, keys)
 
-    def on_segment(self, wait: Wait, segment: Segment) -> None:
+    def listening(self, sampler: Sampler) -> Sampler:
+        """Returns a sampler that calls this object's functions."""
+        return replace(sampler, on_segment=self.on_segment)
+
+    def on_segment(self, segment: Segment) -> None:
         """Takes the rows that have ended since the last segment, and queues this process's rows for the graders."""
         with self.lock:
-            wait.count_rows(segment.first_row, segment.num_sampled, segment.lengths)
+            self.wait.count_rows(segment.first_row, segment.num_sampled, segment.lengths)
             jobs = {}
             for i in segment.ended_rows():
                 row, tokens = segment.first_row + i, segment.tokens[i, : segment.lengths[i]]

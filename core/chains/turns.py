@@ -27,10 +27,8 @@ from envs.scoring.scorer import GradedReplies, ScoringStream
 from envs.scoring.worker import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.tools.calls import FORMS, CallError, Form, calls_as_json
 from models.messages import REPLY, Message, Tool, is_begun, tool_schema
-from models.names import Weights
 from models.tokenizer import TURN, UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
-from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 
 
@@ -171,24 +169,14 @@ class Conversations(Replies):
         self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
         self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
-        self.wait = Wait("")
         self.was_in_vain = False  # the last wait for late rows
         self.prepare()
 
     def prepare(self) -> None:
         """Is called when all rows are there."""
 
-    def sample(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        wait: Wait,
-    ) -> Completions:
-        """Samples the episodes that begin with these prompts."""
-        self.wait = wait
-        return replace(sampler, on_end=self.on_end, on_wait=self.on_wait).draw(weights, prompts, keys)
+    def listening(self, sampler: Sampler) -> Sampler:
+        return replace(sampler, on_end=self.on_end, on_wait=self.on_wait)
 
     def prompts(self) -> list[tuple[int, Problem]]:
         """Returns task number and problem of each prompt, with the openings of episodes as messages.

@@ -47,6 +47,7 @@ class Stops(NamedTuple):
 
 NO_STOPS = Stops()
 
+
 class Next(NamedTuple):
     """What follows a reply: tokens to append, after which the row continues; without tokens, its end."""
 

@@ -97,8 +97,10 @@ class AgentConversations(Conversations):
     def scheduler(self, sampler: Sampler, weights: Weights, keys: UInt32[np.ndarray, "B 2"]) -> Scheduler:
         """Returns the rows of programs, whose prompts come while others are sampled."""
         self.has_states = sampler.model.delta is not None
-        sampler = replace(sampler, on_tokens=self.on_tokens, on_end=self.on_end, on_wait=self.on_wait)
-        return Scheduler(sampler, weights, [[]] * len(keys), keys)
+        return Scheduler(self.listening(sampler), weights, [[]] * len(keys), keys)
+
+    def listening(self, sampler: Sampler) -> Sampler:
+        return replace(super().listening(sampler), on_tokens=self.on_tokens)
 
     def place(self, number: int) -> int:
         """Returns the row of the scheduler: every second one is for a fork, so that the shards of a mesh have both."""
