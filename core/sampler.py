@@ -481,13 +481,8 @@ class Scheduler:
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the keys of `num_samples` samples of each prompt; keys of a prompt are adjacent."""
-    samples = np.tile(np.arange(num_samples), len(positions))
-    return row_keys(key, np.repeat(np.asarray(positions), num_samples), samples)
-
-
-def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"]) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the key of each row, fold_in(fold_in(key, id), sample), as plain numbers."""
+    """Returns the keys fold_in(fold_in(key, position), sample), as plain numbers; keys of a prompt are adjacent."""
+    ids, samples = np.repeat(np.asarray(positions), num_samples), np.tile(np.arange(num_samples), len(positions))
     words = tuple(np.asarray(jax.random.key_data(key)))
     return np.stack(threefry(threefry(words, ids), samples), axis=1)
 

@@ -22,10 +22,6 @@ class Segment(NamedTuple):
     num_sampled: int  # columns of tokens, so far
     lengths: Int[np.ndarray, "B"]  # tokens of completions; above `num_sampled` if a row goes on
 
-    def ended_rows(self) -> list[int]:
-        """Returns the rows that have ended."""
-        return np.flatnonzero(self.lengths <= self.num_sampled).tolist()
-
 
 class Turn(NamedTuple):
     """A reply of a row, whole or so far."""
