@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from core.run.card import find_version
 from core.run.fingerprints import compare_processes, compare_runs
@@ -26,26 +26,19 @@ from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
 from utils.settings.errors import UserError
-from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # they make the tokens of prompts
 
 
-class RunSettings(Protocol):
-    """Settings of a training run: composed groups, of which core/run/ reads one."""
-
-    model_dir: str
-    run: RunConfig
-
-
 class RunFolder:
     """A run folder, locked by this run. All processes call every method, the main one writes.
 
+    `config`: settings with `model_dir` and a group `run`, a RunConfig.
     Raises: UserError if the folder cannot be made, or is in use.
     """
 
-    def __init__(self, config: RunSettings, layout: Layout, name: str):
+    def __init__(self, config: Any, layout: Layout, name: str):
         self.config, self.layout, self.options = config.run, layout, options_of(type(config))
         self.model_dir, self.version = resolve_model_dir(config.model_dir), find_version()
         settings = to_dict(config) | {"model_dir": self.model_dir}

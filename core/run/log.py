@@ -34,7 +34,7 @@ NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 
 
 class Log:
-    """The log of a run: a context manager that is entered after `open`."""
+    """The log of a run; its `parts` are context managers, which are entered after `open`."""
 
     def __init__(self, folder: RunFolder):
         self.folder, self.config, self.layout = folder, folder.config, folder.layout
@@ -43,7 +43,7 @@ class Log:
         self.step_start = 0.0  # by the clock
         self.ahead: list[dict] = []  # programs that were compiled ahead, until the first metrics count them
         self.logger: Logger | None = None  # in the main process
-        self.stack, self.trace = contextlib.ExitStack(), contextlib.ExitStack()  # the second: of jax.profiler
+        self.trace = contextlib.ExitStack()  # of jax.profiler
 
     def open(self, tokenizer: Tokenizer, resume_step: int, num_steps: int) -> None:
         """Opens the files; those of a run that is resumed lose what came after the step."""
@@ -54,14 +54,7 @@ class Log:
             steps = {"resume_step": resume_step, "num_steps": num_steps, "test_interval": interval}
             self.logger = Logger(folder.path, **steps, sinks=sinks)
         self.compilations = Compilations(folder.path / "programs.jsonl" if self.layout.is_main else None)
-
-    def __enter__(self) -> "Log":
-        for part in filter(None, (self.logger, self.compilations, self.trace)):
-            self.stack.enter_context(part)
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.stack.__exit__(*error)
+        self.parts = [*filter(None, [self.logger]), self.compilations, self.trace]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,7 +100,6 @@ class Log:
         """Logs the metrics of a step, and prints some of them."""
         if self.logger:
             self.logger.log(step, metrics)
-            self.logger.line(step, metrics)
 
     def note(self, step: int, metric: str, text: str, is_warning: bool = False) -> None:
         """Marks a step on the curve of a metric in the report; prints a warning, too."""

@@ -4,17 +4,17 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker
 from core.run.card import GRPO, METHODS, ModelCard
 from core.run.fingerprints import fingerprint_code, fingerprint_env, fingerprint_prompts
-from core.run.folder import RunFolder, RunSettings
+from core.run.folder import RunFolder
 from core.run.log import FIRST, Log
 from core.run.report import describe_end, draw_report, resuming_command
 from core.run.states import States, saved_tokenizer
-from core.run.stop import STOPPED, Stopping
+from core.run.stop import STOPPED, Stopping, parse_rules
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.state import TrainState
@@ -44,17 +44,18 @@ class Run:
 
     def __init__(
         self,
-        config: RunSettings,
+        config: Any,
         layout: Layout,
         environments: Mapping[str, RolloutSettings],
         command: str = GRPO,
         data: Mapping[str, str] | None = None,
     ):
         self.config, self.layout, self.environments = config.run, layout, environments
+        self.stop = Stopping(parse_rules(self.config.stop_at), layout)
         self.folder = folder = RunFolder(config, layout, environments["env"].name)
         card = ModelCard(type(config), folder.settings, environments, command, version=folder.version)
         self.states = States(folder, card)
-        self.stop, self.log = Stopping(self.config.stop_at, layout), Log(folder)
+        self.log = Log(folder)
         self.resumed: Progress | None = None
         _, _, self.curve = METHODS.get(command, METHODS[GRPO])
         self.num_steps = 0 if folder.settings.get("num_epochs") else folder.settings["max_steps"]  # 0: not known
@@ -99,7 +100,8 @@ class Run:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.log)
+            for part in self.log.parts:
+                stack.enter_context(part)
             if self.folder.lock:
                 stack.callback(self.folder.release)
             for part in (lossy_output(), self.stop.signals, *self.workers):

@@ -17,7 +17,7 @@ from extras.replay import ReplayCommand
 from models.speed import PEAKS
 from recipes.preferences.dpo import DPOConfig
 from utils.devices import startup
-from utils.settings.checks import check_password, hide_passwords
+from utils.settings.checks import hide_passwords
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
@@ -93,12 +93,6 @@ def mistake(line: str, capsys, settings: type = Composed) -> str:
     return message
 
 
-def test_options_reach_their_group():
-    config = read("--temperature 0.5 --lr 2 --seed 3")
-    assert (config.sampling.temperature, config.loop.lr, config.seed) == (0.5, 2.0, 3)
-    assert config == Composed(Loop(lr=2.0), Copies(temperature=0.5), seed=3)
-
-
 def test_options_of_groups_and_of_base_classes_are_the_same():
     composed, inherited = options_of(Composed), options_of(Inherited)
     assert {name: replace(known, group="") for name, known in composed.items() if name != "seed"} == inherited
@@ -108,22 +102,6 @@ def test_options_of_groups_and_of_base_classes_are_the_same():
     assert (sharding.default, sharding.choices, sharding.resumable) == ("dp", ["dp", "fsdp"], True)
     assert composed["group_size"].essential
     assert not composed["group_size"].resumable
-
-
-def test_names_are_unique_and_groups_hold_options_only():
-    @dataclass(frozen=True)
-    class Twice:
-        first: Sampling = group(Sampling)
-        second: Copies = group(Copies)
-
-    @dataclass(frozen=True)
-    class Listed:
-        names: tuple[str, ...] = ()
-
-    with pytest.raises(AssertionError, match="--temperature is an option of both first and second"):
-        parse(Twice, [])
-    with pytest.raises(AssertionError, match="names: an option is a bool, int, float or str"):
-        parse(Listed, [])
 
 
 def test_a_group_may_hold_groups_and_flags_stay_flat():
@@ -224,20 +202,6 @@ def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
     assert (settings == demo) == is_demo
     assert len(said) == is_demo
     assert all("--config configs/demo.py" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("line", "env_name", "limit"),
-    [
-        ("", "countdown", 192),
-        ("--env_name poem", "poem", -1),
-        ("--model_dir Qwen/Qwen3-1.7B", "poem", -1),
-    ],
-)
-def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit, capsys):
-    settings = to_dict(eval.parse_command(line.split()))
-    assert (settings["env_name"], settings["num_generation_tokens"]) == (env_name, limit)
-    assert ("--config configs/demo.py" in capsys.readouterr().out) == (env_name == "countdown")
 
 
 @pytest.mark.parametrize(
@@ -371,38 +335,6 @@ def test_help_describes_common_options_and_names_others(settings, capsys):
     assert "spellings" not in text
 
 
-@pytest.mark.parametrize(
-    ("command", "settings"),
-    [
-        (grpo, grpo.Config),
-        (eval, eval.EvalCommand),
-        (sampling, sampling.SamplingCommand),
-    ],
-    ids=["grpo", "eval", "sampling"],
-)
-def test_help_fits_into_80_columns_but_for_commands_to_copy(command, settings, capsys):
-    for line in ("--help", "--help all"):
-        with pytest.raises(SystemExit, match="^0$"):
-            parse(settings, line.split(), command.__doc__)
-        lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if len(line) > 79 and not line.startswith("    python ")] == []
-        commands, shown = (
-            {line.partition("  # ")[0].strip() for line in page if line.strip().startswith("python core")}
-            for page in (command.__doc__.splitlines(), lines)
-        )
-        assert commands
-        assert commands <= shown
-
-
-def test_all_is_also_the_value_of_options():
-    assert read("--ckpt_dir all").loop.ckpt_dir == "all"
-
-
-@pytest.mark.parametrize("command", [grpo.Config, eval.EvalCommand, sampling.SamplingCommand])
-def test_few_options_are_needed_most_often(command):
-    assert len([known for known in options_of(command).values() if known.essential]) <= 12
-
-
 def test_help_shows_the_values_of_a_command(tmp_path, capsys):
     (tmp_path / "low.yaml").write_text("lr: 0.5")
     implied = lambda options: {"sharding": "fsdp", "lr": 3.0}  # noqa: E731
@@ -435,22 +367,6 @@ def test_help_lists_each_option_once_under_its_class(settings, line, capsys):
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     assert all(text.count(f"\n  --{name} ") == 1 for name in options_of(settings))
     assert "of the parameters [dp | fsdp]" in text, "a new default keeps the help and the choices"
-
-
-@both
-def test_option_given_twice_is_named(settings, tmp_path, capsys):
-    """The last value counts, as scripts rely on; a preset below the command line is no second value."""
-    (tmp_path / "low.yaml").write_text("lr: 0.5")
-    assert read(f"--config {tmp_path / 'low.yaml'} --lr 1 --lr=1", settings) == make_config(settings, lr=1.0)
-    assert capsys.readouterr().out == ""
-    found = read("--lr 1 --ckpt_dir x --lr 3 --model_path y --lr=2", settings)
-    assert found == make_config(settings, lr=2.0, ckpt_dir="y")
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
-        "--lr is given twice: 3 counts, and 1 does not",
-        "--ckpt_dir is given twice: y counts, and x does not",
-        "--lr is given twice: 2 counts, and 3 does not",
-    ]
 
 
 # Flags of another program
@@ -538,8 +454,3 @@ def test_passwords_in_addresses_are_hidden():
     assert {address: hide_passwords(address) for address in addresses} == addresses
     plain = ["http://host:5000/a@b", "sqlite:///m.db", "models/tiny", "user@host:x", 5, None]
     assert [hide_passwords(value) for value in plain] == plain
-    for hidden in addresses.values():
-        with pytest.raises(UserError, match="--x has \\*\\*\\* for a password"):
-            check_password("--x", hidden)
-    for value in (*addresses, *plain, "***"):
-        check_password("--x", value)

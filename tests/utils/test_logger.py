@@ -66,25 +66,18 @@ def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
     assert file.read_bytes() == intact[0] + intact[2]
 
 
-def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
-    metrics = {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan}
-    with Logger(tmp_path) as logger:
-        logger.line(7, metrics)
-    assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
-
-
 def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
     with Logger(tmp_path, num_steps=40) as logger:
-        logger.line(1, {"approx_kl": 0.0, "times/step": 500.0})
+        logger.log(1, {"approx_kl": 0.0, "times/step": 500.0})
         for step in (2, 3):
-            logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
-        logger.line(40, {"times/step": 60.0})
+            logger.log(step, {"approx_kl": 1e-5, "times/step": 60.0})
+        logger.log(40, {"times/step": 60.0})
     with Logger(tmp_path, num_steps=40, test_interval=15) as logger:  # after steps 15, 30 and 40
-        logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
+        logger.log(0, {"test_env/return": 0.5, "times/test": 700.0})
         for step in (13, 14):
-            logger.line(step, {"times/step": 60.0})
+            logger.log(step, {"times/step": 60.0})
         tested = {"test_env/return": 0.5, "times/test": 600.0}
-        logger.line(15, {"env/return": 0.5, "times/step": 60.0} | tested)
+        logger.log(15, {"env/return": 0.5, "times/step": 60.0} | tested)
     first, second, third, last, *others = capsys.readouterr().out.splitlines()
     assert first == "step  1/40  500.0s", "the first one compiles"
     assert second.endswith(" 60.0s   38m left")
@@ -104,11 +97,11 @@ def test_lines_are_aligned_and_fit_into_120_columns(tmp_path, capsys, monkeypatc
     # A wide terminal.
     monkeypatch.setenv("COLUMNS", "200")
     with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
-        logger.line(8, {"times/step": 1.0})
-        logger.line(9, TRAINING | {"times/step": 1.0, "test_env/return": 0.5})
-        logger.line(10, WIDE)
-        logger.line(12, WIDEST)
+        logger.log(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
+        logger.log(8, {"times/step": 1.0})
+        logger.log(9, TRAINING | {"times/step": 1.0, "test_env/return": 0.5})
+        logger.log(10, WIDE)
+        logger.log(12, WIDEST)
     first, _, ninth, held_out, tenth, last = capsys.readouterr().out.splitlines()
     assert first == "test     0/10000  return    0.5  correct  50.0%"
     assert held_out == "test     9/10000  return    0.5"
@@ -116,18 +109,6 @@ def test_lines_are_aligned_and_fit_into_120_columns(tmp_path, capsys, monkeypatc
         assert ninth.index(word) == tenth.index(word), word
     assert max(map(len, (ninth, tenth, last.rstrip()))) <= 120
     assert "approx_kl -1.23e-05" in last
-
-
-def test_lines_fit_into_a_narrow_terminal(tmp_path, capsys, monkeypatch):
-    # A narrow terminal.
-    monkeypatch.setenv("COLUMNS", "60")
-    with Logger(tmp_path, num_steps=10_000) as logger:
-        for step in (10, 11):
-            logger.line(step, WIDE)
-    line = capsys.readouterr().out.splitlines()[-1].rstrip()
-    assert len(line) <= 60
-    assert "return" in line
-    assert line.endswith("left")
 
 
 def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
@@ -160,16 +141,16 @@ def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
         assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
 
 
-def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):
+def test_resumed_run_keeps_warnings_of_steps_before(tmp_path, capsys):
     steps = {step: {"entropy": 1.0 if step < 5 else 0.1} for step in range(1, 9)}
     for resume_step, first in ((None, 1), (3, 4), (6, 7)):
         with Logger(tmp_path, resume_step=resume_step) as logger:
             for step in range(first, 9):
                 logger.log(step, steps[step])
-                logger.line(step, steps[step])
         (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
         assert (event["global_step"], event["metric"]) == (5, "entropy")
         assert event["warning"].startswith("entropy has fallen from 1 to 0.1 nats")
+    assert capsys.readouterr().out.count("warning: entropy") == 2, "the last time it was known"
     with Logger(tmp_path, resume_step=4) as logger:
         logger.note(logger.step + 1, "loss", "not finite")
     found = json.loads((tmp_path / "events.jsonl").read_text())["global_step"]

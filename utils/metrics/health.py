@@ -67,7 +67,8 @@ class HealthChecks:
     def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
         present = self.find_symptoms(metrics)
-        if num_failed(metrics) > metrics.get("rollout/num_rollouts", math.inf) / 2:
+        num_failed = (metrics.get("env/reward_errors") or 0) + (metrics.get("env/reward_timeouts") or 0)
+        if num_failed > metrics.get("rollout/num_rollouts", math.inf) / 2:
             present.pop("env/groups_without_signal", None)  # their rewards are equal for want of any
         if any(name in self.last_seen or name in present for name in JUMPS):
             present = {metric: words for metric, words in present.items() if metric not in MISLEADING}
@@ -93,11 +94,6 @@ class HealthChecks:
         return present
 
 
-def num_failed(metrics: Mapping[str, JSON]) -> float:
-    """Returns the replies of a step whose reward raised or took too long."""
-    return (metrics.get("env/reward_errors") or 0) + (metrics.get("env/reward_timeouts") or 0)
-
-
 def describe_same(reward: float | None, spread: float | None) -> str:
     """Returns in brackets the reward of all rollouts, by their mean and spread; empty if they differ."""
     return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""
@@ -109,9 +105,6 @@ def advise_equal(metrics: Mapping[str, JSON]) -> str:
     correct, finished, has_format = (
         math.nan if metrics.get(f"env/{name}") is None else float(metrics[f"env/{name}"]) for name in names
     )
-    failed, number = num_failed(metrics), metrics.get("rollout/num_rollouts") or math.nan
-    if failed > number / 10:
-        return f"the reward failed for {failed:.0f} of {number:.0f} replies: see reward_failures.jsonl"
     if correct > 0.9:
         return f"{correct:.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
     if metrics.get("env/return_spread") == 0 and metrics.get("env/return"):

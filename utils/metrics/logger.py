@@ -83,12 +83,26 @@ class Logger(contextlib.AbstractContextManager):
             self.health_checks.find_warnings(self.step, record)
 
     def log(self, step: int, metrics: Mapping[str, Loggable]) -> None:
-        """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
+        """Appends the metrics of a step (numbers, text, arrays), with null for what is not finite; prints some of them.
+
+        These are a line of the step, one of the held-out problems if they were evaluated, and warnings.
+        """
         self.step = int(step)
         record = {"global_step": self.step} | {name: json_value(value) for name, value in metrics.items()}
         self.write("metrics.jsonl", record)
         for sink in self.sinks:
             sink.attempt("log", self.step, record)
+        place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
+        training = summary(f"step {place}", TRAINING, metrics)
+        held_out = summary(f"test {place}", HELD_OUT, metrics)
+        self.test_time = metrics.get("times/test", self.test_time)
+        if training or not held_out:
+            print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]).rstrip(), flush=True)
+        if held_out:
+            cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
+            print("  ".join([held_out, *cells]).rstrip(), flush=True)
+        for metric, warning in self.health_checks.find_warnings(step, metrics).items():
+            self.note(step, metric, warning, is_warning=True)
 
     def write(self, name: str, record: Mapping[str, JSON]) -> None:
         """Appends a line to a file of the run. Raises: OSError."""
@@ -104,20 +118,6 @@ class Logger(contextlib.AbstractContextManager):
         if is_warning:
             print(paint(f"warning: {text}", "33"), flush=True)
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
-
-    def line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints a line of the step, one of the held-out problems if they were evaluated, and warnings."""
-        place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
-        training = summary(f"step {place}", TRAINING, metrics)
-        held_out = summary(f"test {place}", HELD_OUT, metrics)
-        self.test_time = metrics.get("times/test", self.test_time)
-        if training or not held_out:
-            print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]).rstrip(), flush=True)
-        if held_out:
-            cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
-            print("  ".join([held_out, *cells]).rstrip(), flush=True)
-        for metric, warning in self.health_checks.find_warnings(step, metrics).items():
-            self.note(step, metric, warning, is_warning=True)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Returns the seconds of a step and, after the first one, which compiles, those until the end if known."""

@@ -24,7 +24,7 @@ from utils.metrics.curves import COLORS, Curves, Interval, intervals, read_metri
 from utils.metrics.jsonl import JSON, JSONRow, read_lines
 from utils.reporting.verdict import TaskMeans, TaskScores, judge
 from utils.runs.origin import RunSegment, describe_segment, last_break, read_settings, since
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import counted
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
@@ -227,14 +227,12 @@ def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
 def task_means(file: Path) -> dict[str, TaskMeans]:
     """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file.
 
-    Rollouts whose score is NaN are left out. Raises: UserError if they are not such arrays.
+    Rollouts whose score is NaN are left out. Raises: ValueError if they are not such arrays.
     """
     arrays = read_arrays(file, ("tasks", "returns"))
     scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
     tasks = scores.pop("tasks")
     scores["return"] = scores.pop("returns")
-    if wrong := [name for name, x in scores.items() if x.shape != tasks.shape]:
-        raise UserError(f"{file}: {wrong[0]} has no number for each rollout: copy it again")
     tasks, places = np.unique(tasks, return_inverse=True)
     means = {}
     for name, x in scores.items():

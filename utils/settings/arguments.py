@@ -69,16 +69,13 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
 
     types: the type of each option by name. Raises: UserError for an unreadable preset or command line.
     """
-    from_presets, from_command_line, given = [], [], {}
+    from_presets, from_command_line = [], []
     for name, value in read_arguments(argv, {"config": str, **types}, aliases):
         if name == "config":
             for key, content in read_preset(value).items():
                 source = f"{key}={reprlib.repr(content)} in {value}"
                 from_presets.append(Assignment(aliases.get(key, key), content, source, value))
             continue
-        if given.setdefault(name, value) != value:
-            print(f"--{name} is given twice: {value} counts, and {given[name]} does not")
-        given[name] = value
         from_command_line.append(Assignment(name, value, f"--{name}={value}"))
     return from_presets + from_command_line
 

@@ -30,12 +30,6 @@ def hide_passwords(value: T) -> T:
     return PASSWORD.sub(rf"\1\2{HIDDEN}", value) if isinstance(value, str) else value
 
 
-def check_password(name: str, value: object) -> None:
-    """Raises UserError for a setting whose password was hidden when it was written."""
-    if isinstance(value, str) and HIDDEN in value and hide_passwords(value) == value and PASSWORD.search(value):
-        raise UserError(f"{name} has {HIDDEN} for a password, which is never written down: give the address again")
-
-
 def read_text(path: Path) -> str:
     """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
     try:

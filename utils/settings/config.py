@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from utils.settings.arguments import BOOLEANS, GONE, WERE_ON, Assignment, Value, nearest, read_assignments
-from utils.settings.checks import check_password
 from utils.settings.errors import SET_BY, UserError, fail
 from utils.settings.lmpo import Spelling
 from utils.settings.options import OptionField
@@ -71,7 +70,6 @@ def make_config(config_class: type[T], /, **options: Value) -> T:
         if name not in known:
             raise UserError(f"there is no option {name}{nearest(name, known)}")
         known[name].check(value)
-        check_password(f"--{name}", value)
     return compose(config_class, options)
 
 

@@ -81,9 +81,7 @@ def describe_file_error(error: OSError) -> str:
 def shorten(value: object, width: int = 160) -> str:
     """Returns the repr of a value, cut to `width` characters."""
     text = repr(value)
-    if len(text) <= width:
-        return text
-    return text[: width - 3] + "..."
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 @contextlib.contextmanager

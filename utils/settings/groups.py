@@ -189,10 +189,6 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.stop_at:
-            from utils.runs.stopping import parse_rules
-
-            parse_rules(self.stop_at)
         if min(self.save_interval, self.keep) < 0:
             raise UserError("--save_interval and --keep must not be negative: raise the one that is")
 

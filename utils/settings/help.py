@@ -31,7 +31,7 @@ def print_help(
     `values`: those that are not the defaults. is_complete: the others in full, and flags of another program.
     """
     presets = list_presets()
-    lines = [*fit(description), *textwrap.wrap(SYNTAX, WIDTH), ""]
+    lines = [description.strip(), "", *textwrap.wrap(SYNTAX, WIDTH), ""]
     lines += describe("config FILE", CONFIG + ", ".join(presets))
     lines += section("Options needed most often", [known for known in options if known.essential], values)
     if not is_complete:
@@ -74,17 +74,3 @@ def describe(flag: str, text: str) -> list[str]:
 
 def wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=" " * 6, break_on_hyphens=False)
-
-
-def fit(description: str) -> list[str]:
-    """Returns a docstring in lines of WIDTH; commands stay whole, after their comment if both are too long."""
-    lines = []
-    for block in description.strip("\n").split("\n\n"):
-        is_code = block.startswith(("    ", "python "))  # Python 3.13 removes the indentation of docstrings
-        if not is_code:
-            lines += textwrap.wrap(block, WIDTH, break_on_hyphens=False)
-        for line in textwrap.indent(textwrap.dedent(block), "    ").splitlines() if is_code else ():
-            command, _, comment = line.partition("  # ")
-            lines += [f"    # {comment}", command.rstrip()] if comment and len(line) > WIDTH else [line]
-        lines.append("")
-    return lines

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from core.records import Progress
+from core.run.stop import STOPPED, Stopping, StopRule, parse_rules
 from tests.helpers import read_jsonl, slow, train_here
 from tests.kill_runs import FLAGS, checksum, difference, records
-from utils.runs.stopping import StopRule, parse_rules
+from utils.devices.sharding import single_device
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS, "test_interval": 2, "save_best": 1}
@@ -104,9 +106,10 @@ def test_rules_are_read_with_steps_labels_and_commas():
     found = parse_rules(f" 12: {label} < .3,approx_kl>1e-1 ,")
     assert found == [StopRule(12, label, "<", 0.3), StopRule(0, "approx_kl", ">", 0.1)]
     assert list(map(str, found)) == [f"12: {label}<0.3", "approx_kl>0.1"]
-    assert not found[0].is_met(11, {label: 0.0})
-    assert found[0].is_met(13, {label: 0.0})
-    assert not found[1].is_met(13, {"approx_kl": float("nan"), label: 0.0})
+    stopping = Stopping(found, single_device())
+    ends = [stopping.judge(Progress(step), {label: 0.0}).memory for step in (11, 13)]
+    assert ends == [{}, {STOPPED: f"12: {label}<0.3"}]
+    assert not stopping.judge(Progress(13), {"approx_kl": float("nan")}).memory
 
 
 def test_rule_on_a_metric_that_is_not_logged_is_a_warning(tmp_path, capsys):
