@@ -63,19 +63,6 @@ class Text(str):
         return new
 
 
-class Trial(str):
-    """A reply that gives a reference, to try a grader, which must read both: equal texts prove nothing."""
-
-    reference: str = ""
-    shown: str = ""  # how the reply gives it, one of WRITTEN in envs/data/questions.py
-
-    @classmethod
-    def of(cls, text: str, reference: str, shown: str) -> Self:
-        new = cls(text)
-        new.reference, new.shown = reference, shown
-        return new
-
-
 class Reply(NamedTuple):
     """A turn of the policy."""
 
@@ -242,8 +229,8 @@ class Env:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; by default the reference."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
-    def trials(self, problem: Problem) -> list[Trial]:
-        """Returns replies that give the references that replies are compared with; may be empty."""
+    def trials(self, problem: Problem) -> list[str]:
+        """Returns replies that give the reference in the ways of models, and must be right; may be empty."""
         return []
 
 

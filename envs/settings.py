@@ -27,7 +27,7 @@ from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # options of the sampler that --test_env_name can set, too
-STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+INHERITED = ("form", "system", "thinking", "prefix", "plain")  # by a test environment, from training
 GRADING = {"form", "partial"}  # options by which the same replies are graded again
 CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run code: the value that runs none
 CODE_INSIDE = re.compile(rf"\b({'|'.join(CODE)})\s*=\s*([^,()]*)")  # such an option in a text of options, nested or not
@@ -105,7 +105,7 @@ class EnvConfig:
         options = parse_options(self.env_options) | flags
         if split_name(name)[0] == split_name(self.env_name)[0]:
             return options
-        inherited = names & {*STYLE, *FILES} - ({*REWARDS} - own_options(name))
+        inherited = names & {*INHERITED, *FILES} - (REWARDS.keys() - own_options(name))
         return {key: value for key, value in options.items() if key in inherited}
 
 
@@ -288,11 +288,6 @@ def resolve_settings(
         if type(overrides.get(key, 0)) is not int:
             raise UserError(f"{key} is a number of tokens, not {overrides[key]!r}: give an integer")
     options = config.options(name) | {key: value for key, value in overrides.items() if key not in LIMITS}
-    code = [str(options.get(key, "")) for key in ("reward", "episode")]
-    if any(code):
-        from envs.own.functions import try_import
-
-        try_import(*code)
     env = make_env(name, **options)
     limit = overrides.get("num_generation_tokens", num_generation_tokens)
     limit = env.tokens_per_action if limit < 0 else limit

@@ -77,10 +77,9 @@ def read_exchange(row: RawRow, columns: Columns) -> Exchange:
     given = {name: x for name, x in row.items() if x is not None}
     is_alpaca = "instruction" in row and "output" in row
     answers = [columns.answer] if columns.answer else [*columns.usual_answers, *["output"] * is_alpaca]
-    found = [name for name in answers if has_column(row, name)]
-    answer = next((name for name in found if get_column(row, name) is not None), "".join(found[:1]))
-    if not answer and columns.answer and columns.needs_answer:
-        raise KeyError(columns.answer)
+    answer = next((name for name in answers if find_column(row, name) is not None), "")
+    if columns.answer and columns.needs_answer:
+        get_column(row, columns.answer)  # raises if there is none
     conversation = columns.messages or ("" if columns.prompt else first_of(CONVERSATIONS, given))
     prompt = columns.prompt or first_of(PROMPTS, given) or first_of(PROMPTS, row) or "instruction" * is_alpaca
     is_pair = bool(prompt) and bool(answer or not columns.needs_answer)
@@ -111,12 +110,12 @@ def get_column(row: RawRow, name: str) -> JSON:
     return value
 
 
-def has_column(row: RawRow, name: str) -> bool:
+def find_column(row: RawRow, name: str) -> JSON:
+    """Returns the value of a column, as `get_column` does; None if there is none."""
     try:
-        get_column(row, name)
+        return get_column(row, name)
     except KeyError:
-        return False
-    return True
+        return None
 
 
 def is_nothing(value: JSON) -> bool:

@@ -37,7 +37,6 @@ from envs.grading.words import (
     WRAPPER,
     choice,
     letters,
-    phrase,
     simplified,
     words,
 )
@@ -64,25 +63,23 @@ def final_reference(text: str) -> str:
     return extract_boxed(answer) or answer
 
 
-def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
+def same_math(reference: str, answer: str) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, or by math-verify.
 
     If the reference is a worked solution, the answer at its end counts: see `final_reference`. False for texts that do
-    not parse, or are too long, too deeply nested or too large to be computed, unless both are written alike. With
-    `may_be_alike` false only short texts with words may be. It never raises.
+    not parse, or are too long, too deeply nested or too large to be computed, unless both are written alike. It
+    never raises.
     """
     try:
-        return _same_math(final_reference(reference), answer, may_be_alike)
+        return _same_math(final_reference(reference), answer)
     except Exception:  # of the parser or of sympy: OverflowError, RecursionError, MemoryError and others
         return False
 
 
-def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
+def _same_math(reference: str, answer: str) -> bool:
     reference, answer = reference.rstrip(" \t\n\\"), answer.rstrip(" \t\n\\")  # a stray \\ at the end
     simple_reference = simplified(reference)
-    if may_be_alike and simple_reference and simple_reference == simplified(answer):
-        return True
-    if not may_be_alike and phrase(reference) and phrase(reference) == phrase(answer):
+    if simple_reference and simple_reference == simplified(answer):
         return True
     if not (is_tame(reference) and is_tame(answer)):
         return False
@@ -108,8 +105,6 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     if not may_be_same(reference, answer):
         return False
     reference_math, answer_math = parse_math(reference, is_reference=True), parse_math(answer)
-    if not may_be_alike:  # texts that do not parse are compared as they are
-        reference_math = [x for x in reference_math if not isinstance(x, str)]
     if not (reference_math and answer_math):
         return False
     return grader().verify(reference_math, answer_math, float_rounding=digits, timeout_seconds=None)

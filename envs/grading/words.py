@@ -62,13 +62,6 @@ def words(text: str) -> str:
     return " ".join(names) if is_word and not any(name in PLAIN_NAMES for name in names) else ""
 
 
-def phrase(text: str) -> str:
-    """Returns a short text with words, in lower case and without marks around it; empty for formulas and long texts."""
-    plain = " ".join(text[: 2 * MAX_PHRASE].split()).strip(" .,;:!?\"'“”‘’*_")
-    has_words = re.search(r"[^\W\d_]{2}", plain) and not re.search(r"[\\{}$]", plain)
-    return plain.casefold() if has_words and len(plain) <= MAX_PHRASE else ""
-
-
 def simplified(text: str) -> str:
     """Returns a piece of LaTeX without parts that do not change its meaning, for a first look."""
     if len(text) > 2 * MAX_BOX:

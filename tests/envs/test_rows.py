@@ -431,39 +431,19 @@ def test_references_that_replies_can_meet_start_a_run(tmp_path, answers, form):
     assert tried(tmp_path, answers, form=form) == []
 
 
-def test_short_texts_with_words_are_compared_as_texts(tmp_path):
-    assert tried(tmp_path, ["Route 66", "3 to 5"], form="tags") == []
-
-
 def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
     formulas = [rf"\frac{{\sqrt{{{i}}}}}{{2}}" for i in (2, 3, 5)]
     assert tried(tmp_path, formulas, prompt=r"What is {}? Put it into \boxed{{}}.") == []
 
 
-def test_unreachable_references_stop_a_run_with_reasons(tmp_path):
-    words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): give another .*--reward FILE"
-    for form in ("any", "tags"):
-        with pytest.raises(UserError, match=words):
-            tried(tmp_path, [r"\frac{1}{"], form=form)
-
-
-def test_few_references_that_no_reply_can_meet_are_a_warning(tmp_path):
-    (warning,) = tried(tmp_path, [*map(str, range(19)), r"\frac{1}{"], form="boxed")
-    assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
+def test_references_that_no_reply_can_meet_stop_a_run_if_they_are_many(tmp_path):
+    words = r"the reference of 34 of 34 .* form any \(.*rows.jsonl:1: .*one, two; 3.*; \.\.\.\): give .*--reward FILE"
+    with pytest.raises(UserError, match=words):
+        tried(tmp_path, ["one, two; 3 and four"])
+    (warning,) = tried(tmp_path, [*map(str, range(19)), "one, two; 3 and four"])
+    assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: ", warning)
 
 
 def test_references_of_a_reward_are_not_tried(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, **row): return 1.0\n")
     assert tried(tmp_path, [{"any": "kind"}], reward=f"{tmp_path / 'r.py'}:reward") == []
-
-
-def test_references_are_tried_in_the_ways_models_write_them(tmp_path):
-    env = read_rl(tmp_path, {"prompt": "What?", "answer": "5"})
-    trials = env.trials(env.problem(0))
-    assert {(str(trial), trial.shown) for trial in trials} == {
-        ("The answer is 5.", "any"),
-        ("5", "alone"),
-        (r"\boxed{5}", "boxed"),
-    }
-    with pytest.raises(UserError, match="34 of 34 .* the form any .*in 'one, two; 3 and four'"):
-        tried(tmp_path, ["one, two; 3 and four"])

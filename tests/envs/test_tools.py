@@ -23,7 +23,7 @@ from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Reply, Step, Text
 from envs.prompts import tasks_that_fit
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.trial import repeated_jobs
+from envs.scoring.trial import check_reward, repeats
 from envs.scoring.worker import EpisodeCache, Failure, Turns, heard
 from envs.settings import RolloutSettings, resolve_settings
 from envs.tools.calls import CallError, parse_call
@@ -475,7 +475,7 @@ def test_what_a_class_draws_is_drawn_for_the_group_and_once(rows, name, reply):
 def test_episode_sampled_elsewhere_is_played_as_it_began(rows):
     options = dataset_options(rows, "Elsewhere")
     with Scorer("dataset", options, num_workers=2, timeout=20) as scorer:
-        assert not scorer.repeats(repeated_jobs(make_env("dataset", **options)))
+        assert not repeats(scorer, make_env("dataset", **options))
         said = {}
         for lost in (False, True):
             (step,) = scorer.request_outcomes([(0, Turns(3, ()))])
@@ -488,7 +488,7 @@ def test_episode_sampled_elsewhere_is_played_as_it_began(rows):
             else:
                 assert contents(turn)[0].split()[0] == contents(step)[0].split()[-1]
     with Scorer("dataset", dataset_options(rows, "Increment"), num_workers=2, timeout=20) as scorer:
-        assert scorer.repeats(repeated_jobs(dataset(rows, "Increment")))
+        assert repeats(scorer, dataset(rows, "Increment"))
 
 
 @pytest.mark.parametrize(("name", "num_prompts"), [("Elsewhere", 4), ("Countdown", 2)])
@@ -602,7 +602,7 @@ def test_a_reset_that_fails_is_the_users_mistake(rows):
     rows.write_text(text.replace('"target"', '"goal"'))
     with Scorer("dataset", dataset_options(rows, "Counter"), num_workers=1) as scorer:
         with pytest.raises(UserError, match="fails for each of 2 replies .*TypeError: .*target"):
-            scorer.check_reward([(0, Turns(0, (), True)), (1, Turns(0, (), True))])
+            check_reward(scorer, [(0, Turns(0, (), True)), (1, Turns(0, (), True))])
 
 
 PREVIEWS = [  # class or environment, a call made from the schema and its answer, or a reply and its score
