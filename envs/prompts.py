@@ -35,31 +35,10 @@ def find_tasks(
     return tasks, f"{name}: {dropped} of more than {limit} tokens skipped, from problem {first} on"
 
 
-def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:
-    """Returns the tokens of prompts of these tasks; None: of all, or of MAX_MEASURED spread over the environment."""
-    if tasks is None:
-        count = min(MAX_MEASURED, env.num_tasks)
-        indices = np.linspace(0, env.num_tasks - 1, count)
-        tasks = np.unique(indices.astype(int))
-    problems = (env.problem(int(task)) for task in tasks)
-    return [len(encode(problem)) for problem in problems]
-
-
-def longest_prompt(env: Env, encode: Encode, tasks: Tasks | None = None) -> int:
-    """Returns the tokens of the longest prompt of these tasks; None: of MAX_MEASURED spread over the environment.
-
-    Few are encoded: those whose bound is above the longest one so far.
-    """
-    if tasks is None:
-        return max(prompt_lengths(env, encode))
-    bound = TokenBound(encode)
-    problems = [env.problem(int(task)) for task in tasks]
-    longest = 0
-    for most, i in sorted(((bound(problem), i) for i, problem in enumerate(problems)), reverse=True):
-        if most <= longest:
-            break
-        longest = max(longest, len(encode(problems[i])))
-    return longest
+def prompt_lengths(env: Env, encode: Encode) -> list[int]:
+    """Returns the tokens of all prompts, or of MAX_MEASURED spread over the environment."""
+    tasks = np.linspace(0, env.num_tasks - 1, min(MAX_MEASURED, env.num_tasks)).astype(int)
+    return [len(encode(env.problem(task))) for task in np.unique(tasks).tolist()]
 
 
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:

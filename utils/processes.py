@@ -141,7 +141,9 @@ def serve(fd: str, target: str, max_memory: str) -> NoReturn:
     keeper, end = os.getpid(), socket.socket(fileno=int(fd))
     worker = os.fork()
     if not worker:
-        end_with_parent(keeper)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it ended before the call above
+            os._exit(1)
         run_worker(end, target, int(max_memory))
     is_over = threading.Event()
     threading.Thread(target=guard, args=(end, int(max_memory), is_over), daemon=True).start()
@@ -206,13 +208,6 @@ def handle_signals(handler: Callable[..., object] | signal.Handlers) -> None:
 def adopt_orphans() -> None:
     """Makes this process the parent of orphans among its descendants, so that `descendant_pids` finds them."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, with this id, ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
 
 
 def prctl(option: int, value: int) -> None:

@@ -76,7 +76,11 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     Words in the names of folders tell the split, or, if there are none, in the names of files; files without such a
     word are for training. Raises: UserError if there is none, if folders differ, or if a shard is missing.
     """
-    every = [name for name in sorted(names) if is_of_rows(name)]
+    paths = {name: PurePosixPath(name.removesuffix(".gz")) for name in sorted(names)}
+    every = [
+        name for name, path in paths.items()
+        if path.suffix in KINDS and path.name not in NO_ROWS and not any(x.startswith((".", "__")) for x in path.parts)
+    ]  # fmt: skip
     folder = f"{config}/" * (config not in ("", "default"))
     rows = [name for name in every if name.startswith(folder)]
     if not rows:
@@ -100,13 +104,6 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         if missing:  # as in a download that was cut off
             raise UserError(f"{origin} lacks {min(missing)}, {len(missing)} such files in all: download them again")
     return files
-
-
-def is_of_rows(name: str) -> bool:
-    """True for the path of a file of rows that is not hidden."""
-    path = PurePosixPath(name.removesuffix(".gz"))
-    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
-    return path.suffix in KINDS and path.name not in NO_ROWS and not is_hidden
 
 
 def of_split(names: Sequence[str], start: int, split: str) -> list[str]:

@@ -72,7 +72,9 @@ class Exchange(NamedTuple):
 
 def read_exchange(row: RawRow, columns: Columns) -> Exchange:
     """Returns the content of a row. Raises: KeyError for a missing column; ValueError for a malformed or unused one."""
-    check_columns(row)
+    if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
+        advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
+        raise ValueError(f"its column {wrong} is not rendered: {advice} remove the column")
     tools = read_tools(row.get("tools"))
     given = {name: x for name, x in row.items() if x is not None}
     is_alpaca = "instruction" in row and "output" in row
@@ -121,13 +123,6 @@ def find_column(row: RawRow, name: str) -> JSON:
 def is_nothing(value: JSON) -> bool:
     """True for null, and for a list or an object without anything in it."""
     return value is None or value in ([], {})
-
-
-def check_columns(row: RawRow) -> None:
-    """Raises ValueError for a column that the model should read, but that is not rendered."""
-    if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
-        advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
-        raise ValueError(f"its column {wrong} is not rendered: {advice} remove the column")
 
 
 # messages
@@ -237,24 +232,14 @@ def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
 
 # references
 
-MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write for a missing value
-
-
 def read_references(value: JSON) -> list[str]:
     """Returns the texts of an answer, or of a list of answers, all of them right; none if it is empty.
 
-    Raises: ValueError for anything but texts and numbers, and for a text that may mean a missing value. In a list it
-    is what it says.
+    Raises: ValueError for anything but texts and numbers.
     """
     if isinstance(value, dict) and "ground_truth" in value:  # verl's
         value = value["ground_truth"]
-    texts = list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
-    if not isinstance(value, list) and texts and texts[0] in MISSING:
-        raise ValueError(
-            f"its answer is the text {texts[0]!r}, which programs write for a missing value: if it is the answer, "
-            f'write the list ["{texts[0]}"]'
-        )
-    return texts
+    return list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
 
 
 def read_reference(value: JSON) -> str:

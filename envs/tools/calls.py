@@ -4,6 +4,7 @@ A call is adversarial input: what cannot be read raises CallError. To add a form
 """
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -55,8 +56,15 @@ def read_tags(whole: str, argument: str, text: str, schemas: Schemas) -> Call:
     if not found or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
         raise CallError("the call is not complete, or has text between its arguments")
     name, pairs = found[1].strip(), re.findall(argument, found[2], re.DOTALL)
-    types = types_of(name, schemas)
-    return name, {key: typed(value, types.get(key)) for key, value in pairs}
+    functions = [schema.get("function", schema) for schema in schemas]
+    parameters = next((x.get("parameters") or {} for x in functions if x.get("name") == name), {})
+    properties = (parameters.get("properties") or {}).items()
+    texts = {key for key, x in properties if isinstance(x, Mapping) and x.get("type") == "string"}
+    arguments = dict(pairs)
+    for key in arguments.keys() - texts:  # values of other types have no quotes
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments[key] = json.loads(arguments[key], parse_float=finite_number, parse_constant=finite_number)
+    return name, arguments
 
 
 def read_python(text: str, _: Schemas) -> list[Call]:
@@ -106,26 +114,6 @@ def calls_as_json(form: Form, bodies: Iterable[str], schemas: Schemas) -> tuple[
         texts = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
         written += texts or [body]
     return tuple(written)
-
-
-def types_of(name: str, schemas: Schemas) -> dict[str, JSON]:
-    """Returns the type of each argument of a tool, by its JSON schema."""
-    for schema in schemas:
-        function = schema.get("function", schema)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: x.get("type") for key, x in properties.items() if isinstance(x, Mapping)}
-    return {}
-
-
-def typed(text: str, kind: JSON) -> JSON:
-    """Returns the value of an argument that is written without quotes."""
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text, parse_float=finite_number, parse_constant=finite_number)
-    except (ValueError, RecursionError):
-        return text
 
 
 def parse_call(text: str) -> tuple[str, dict[str, JSON]]:

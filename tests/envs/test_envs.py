@@ -28,15 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 GRADERS = DATA / "graders"
 SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
-DEMO = dict(
-    numbers=3,
-    min_number=1,
-    max_number=15,
-    max_target=30,
-    expression="tree",
-    max_value=30,
-    prompt="bare",
-)
+RANGE = {"min_number": 1, "max_number": 15, "max_target": 30, "max_value": 30}
+DEMO = {"numbers": 3, "expression": "tree", "prompt": "bare", **RANGE}
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
 HAS_GYM = find_spec("reasoning_gym") is not None  # on Python 3.13 it needs a compiler
 INSTALLED = [name for name in NAMES if HAS_GYM or not name.startswith("reasoning_gym")]
@@ -90,12 +83,6 @@ def test_problems_are_the_same_in_every_process():
     code = "from tests.envs.test_envs import digest; print(digest())"
     command, variables = [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "0"}  # here it is random
     assert subprocess.check_output(command, cwd=ROOT, env=variables, text=True).strip() == digest()
-
-
-def test_names_are_case_insensitive():
-    assert envs.make_env("Countdown-Test").problem(3) == environment("countdown-test").problem(3)
-    assert [envs.make_env(f"countdown{n}").numbers for n in ("", 3, 6)] == [4, 3, 6]
-    assert envs.test_name("Poem") == envs.test_name("poem-test") == "poem-test"
 
 
 def test_mistakes_are_named():
@@ -183,14 +170,12 @@ def test_there_is_no_valid_split_without_room(name, message):
         ("(1, 2), and so on", "(1,2) and so on", True),
         ("What is 3.5 + 1?", "What is 35 + 1?", False),
         ("f(1, 2)", "f(12)", False),
-        ("2*(3+4)", "2*3+4", False),
         ("5!", "5", False),
         ("?!", "...", False),
         ("Use 1 23 4", "Use 12 3 4", False),
         ("Solve x^{2}3 = 4", "Solve x^{23} = 4", False),
         ("Reverse 'a b'", "Reverse 'ab'", False),
         ("In triangle $A B C$", r"in triangle \(ABC\)", True),
-        ("Add 3.\n4 more", "Add 3.4 more", False),
         (r"Expand \left( 2x_{1} \cdot 3 \right)", r"expand (2 x_1\cdot{3}).", True),
     ],
 )
@@ -260,25 +245,6 @@ def test_deepscaler_as_it_is():
 
 
 @needs_data
-def test_sizes_and_answers_of_the_data_sets():
-    sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
-    assert sizes == {
-        "countdown34": 9212,
-        "gsm8k": 7239,
-        "aime": 30,
-        "aime25": 30,
-        "amc": 83,
-        "amc23": 40,
-        "math500": 500,
-    }
-    assert environment("gsm8k-test", DATA).num_tasks == 1319
-    assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
-    train = environment("gsm8k", DATA)
-    test = environment("gsm8k-test", DATA)
-    assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
-
-
-@needs_data
 def test_tinyzeros_parquet_is_read(tmp_path):
     (tmp_path / "test_tinyzero_format.parquet").symlink_to(DATA / "countdown" / "test_tinyzero_format.parquet")
     env = envs.make_env("countdown34-test", data_dir=str(tmp_path), prompt="tinyzero")
@@ -290,25 +256,6 @@ def test_tinyzeros_parquet_is_read(tmp_path):
 
     first = pyarrow.parquet.read_table(tmp_path / "test_tinyzero_format.parquet").slice(0, 1).to_pylist()[0]
     assert problem.messages[0]["content"] + problem.prefix == first["question"].rstrip(" ")
-
-
-@needs_data
-def test_prompts_are_those_of_transformers_template():
-    from models.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
-    vectors = [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / "chat_template.jsonl").open()]
-    plain = [v for v in vectors if not v["tools"] and v["add_generation_prompt"] and v["enable_thinking"] is not None]
-    assert plain
-    for vector in plain:
-        assert tokenizer.chat(vector["messages"], thinking=vector["enable_thinking"]) == vector["ids"]
-    for name in INSTALLED:
-        problem = environment(name).problem(0)
-        text = tokenizer.hf.apply_chat_template(
-            problem.messages, tokenize=False, add_generation_prompt=True, enable_thinking=problem.thinking
-        )
-        ids = tokenizer.chat(problem.messages, thinking=problem.thinking, prefix=problem.prefix)
-        assert tokenizer.hf.decode(ids) == text + problem.prefix
 
 
 # options of every environment
@@ -428,14 +375,6 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=path)
-    for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
-        with pytest.raises(ValueError, match=message):
-            envs.make_env(
-                "dataset",
-                path=str(SAMPLES / "gsm8k" / "train.jsonl"),
-                prompt="question",
-                reward=reward,
-            )
 
 
 @pytest.mark.parametrize(
@@ -460,40 +399,23 @@ def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name,
         envs.make_env(name, **options.get(name, {}))
 
 
-def test_few_questions_of_reasoning_gym_come_once_each():
-    pytest.importorskip("reasoning_gym")
-    splits = {}
-    for split in ("", "-valid", "-test"):
-        env = envs.make_env(f"reasoning_gym{split}", datasets="gsm_symbolic")
-        asked = [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
-        assert asked == [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
-        splits[split] = set(asked)
-        assert len(splits[split]) == 400, "each counts once in an interval"
-    assert not splits[""] & splits["-test"] and not splits["-valid"] & splits["-test"]
-
-
 def test_reasoning_gym_mixtures(tmp_path):
     pytest.importorskip("reasoning_gym")
-    (tmp_path / "mix.yaml").write_text(
-        "specs:\n- {name: spell_backward, weight: 3, config: {min_word_len: 3}}\n- {name: leg_counting}\n"
-    )
-    mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"), num_tasks=200)
-    share = sum("Spell" in mixed.problem(i).messages[-1]["content"] for i in range(200)) / 200
-    assert 0.65 < share < 0.85
-    assert "<think>" in mixed.problem(0).messages[0]["content"], "the system prompt asks for the tags that are paid for"
-    block = "loss: grpo\ndata:\n  size: 70\n  specs:\n  - {name: leg_counting, weight: 1, config: {}}\n"
-    (tmp_path / "grpo.yaml").write_text(block)
-    options = {"datasets": str(tmp_path / "grpo.yaml")}
-    sizes = [envs.make_env("reasoning_gym", **options, **more).num_tasks for more in ({}, {"num_tasks": 5})]
-    assert sizes == [70, 5], "policy-gradients' block data: {size, specs}"
+    block = "data:\n  size: 70\n  specs:\n  - {name: spell_backward, weight: 3}\n  - {name: leg_counting}\n"
+    (tmp_path / "mix.yaml").write_text(block)
+    mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"))
+    asked = [mixed.problem(i).messages for i in range(mixed.num_tasks)]
+    assert len(asked) == 70
+    assert 0.6 < sum("Spell" in messages[-1]["content"] for messages in asked) / 70 < 0.9
+    assert "<think>" in asked[0][0]["content"], "the system prompt asks for the tags that are paid for"
+    few = envs.make_env("reasoning_gym-test", datasets="gsm_symbolic")
+    assert len({few.problem(i).messages[-1]["content"] for i in range(400)}) == 400, "each counts once in an interval"
     (tmp_path / "bad.yaml").write_text(block.replace("70", "many"))
-    with pytest.raises(ValueError, match="data.size must be a number"):
-        envs.make_env("reasoning_gym", datasets=str(tmp_path / "bad.yaml"))
     mistakes = {
+        str(tmp_path / "bad.yaml"): "data.size must be a number",
         "nonesuch": "nonesuch",
         "leg_counting*0": "above 0",
         "a b": "is not name",
-        "x.yaml": "names no file that exists",
     }
     for text, message in mistakes.items():
         with pytest.raises(ValueError, match=message):
@@ -589,19 +511,6 @@ def test_countdown_splits_share_no_numbers(options):
     assert Countdown("test", **options, num_tasks=512).instances == test.instances[:512]
 
 
-def test_countdown_subclass_may_have_its_own_constructor():
-    class Short(Countdown):
-        def __init__(self, split: str = "train", bonus: float = 1.0):
-            super().__init__(split, numbers=3)
-            self.bonus = bonus
-
-    valid = Short("valid")
-    expected = Countdown("valid", numbers=3)
-    assert valid.test_sets == expected.test_sets
-    assert valid.instances == expected.instances
-    assert len({valid, expected}) == 2, "environments are told apart, as keys of caches"
-
-
 def test_countdown_problems_are_those_of_the_base_model():
     env = Countdown(**DEMO)
     assert [env.instance(i) for i in range(3)] == [((12, 7, 5), 10), ((8, 2, 5), 9), ((11, 5, 1), 7)]
@@ -687,35 +596,28 @@ def test_poem_splits_share_no_subject(tmp_path):
             envs.make_env("poem", subjects_file=str(tmp_path / name))
 
 
-# any text whatever
-
-HOSTILE = {
-    "brackets under the limit": lambda: "(" * 450 + "1" + ")" * 450,
-    "signs": lambda: "-" * 999 + "1",
-    "sum": lambda: "1+" * 499 + "1",
-    "big product": lambda: "*".join(["9" * 90] * 10),
-    "division": lambda: "1/(1-1)",
-    "10 MB number": lambda: "9" * 10_000_000,
-    "10 MB sum": lambda: "1+" * 5_000_000 + "1",
-    "10 MB spaces": lambda: "1" + " " * 10_000_000 + "+",
-    "10 MB steps": lambda: "1+1=2," * 1_700_000,
-    "10 MB equals": lambda: "=" * 10_000_000,
-    "other digits": lambda: "١+٢=٣",
-    "literals": lambda: "1_0+0x1f+1e9+1j+1.5+007+1if 1else 2",
-}
+# any text whatever; more in tests/envs/test_graders.py
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_text(kind):
-    text = HOSTILE[kind]()
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 450 + "1" + ")" * 450,
+        "*".join(["9" * 90] * 10),
+        "9" * 10_000_000,
+        "1+1=2," * 1_700_000,
+        "١+٢=٣",
+        "1_0+0x1f+1e9+1j+1.5+007+1if 1else 2",
+    ],
+    ids=lambda text: text[:10],
+)
+def test_hostile_text(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = ["countdown3", "poem", "gsm8k", "math500", "dataset", *["reasoning_gym"] * HAS_GYM]
-        for env in map(environment, names):
-            problem = env.problem(0)
-            for reply in (text, f"<answer>{text}</answer>", f"<answer>{text}", f"{text}<answer>1</answer>"):
+        for env in map(environment, ["countdown3", "poem", "gsm8k", "math500", *["reasoning_gym"] * HAS_GYM]):
+            for reply in (text, f"<answer>{text}</answer>", f"{text}<answer>1</answer>"):
                 start = time.process_time()
-                score = env.score(problem, reply)
+                score = env.score(env.problem(0), reply)
                 assert time.process_time() - start < 1
                 assert score.get("correct_answer", 0) == 0
 
