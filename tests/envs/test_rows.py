@@ -161,17 +161,9 @@ def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
 
 
 def test_parquet_of_verl_is_read_with_its_nested_answer(tmp_path):
-    rows = [
-        {
-            "data_source": "mine",
-            "prompt": [ASK],
-            "ability": "math",
-            "extra_info": {"index": i, "other": None},
-            "reward_model": {"style": "rule", "ground_truth": "10"},
-        }
-        for i in range(1)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    row = {"data_source": "mine", "prompt": [ASK], "extra_info": {"index": 0, "other": None}}
+    row["reward_model"] = {"style": "rule", "ground_truth": "10"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "verl.parquet")
     for options in ({}, {"answer": "reward_model.ground_truth", "prompt": "prompt"}):
         env = Dataset(path=str(tmp_path / "verl.parquet"), **options)
         problem = env.problem(0)
@@ -241,8 +233,8 @@ def test_marks_of_a_reply_become_weights(tmp_path, key, kind):
         read_sft(tmp_path, {"messages": TURNS, key: kind(0)})
 
 
-@pytest.mark.parametrize("value", [0, False, "", 0.5, "x", ["x"], {"x": 1}])
-@pytest.mark.parametrize("key", ["images", "audio", "video", "refusal", "anything"])
+@pytest.mark.parametrize("value", [0, False, "", ["x"]])
+@pytest.mark.parametrize("key", ["images", "refusal", "anything"])
 def test_unknown_key_of_a_message_is_refused_by_name(tmp_path, key, value):
     rows = {read_sft: {"messages": [ASK, {**SAY, key: value}]}, read_rl: {"prompt": [{**ASK, key: value}]}}
     for read, row in rows.items():
@@ -261,15 +253,12 @@ def test_a_column_that_the_model_would_see_is_refused_by_name(tmp_path, key, val
 WRONG = {
     "message 2 has the role 'developer': write system": [ASK, {"role": "developer", "content": "a"}],
     "message 1 has the role 'me': roles are system, user, assistant, tool": [{"role": "me", "content": "a"}],
-    "message 1 has the role None": [{"content": "a"}],
     "part 2 of message 1 is 'image_url': only text": [
         {**ASK, "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]}
     ],
-    "part 1 of message 1 is 'a': only text is read": [{**ASK, "content": ["a"]}],
     "content of message 1 is null: write text": [{"role": "user"}],
     "content of message 1 is a int": [{"role": "user", "content": 5}],
     "message 2 has weight=0.5: a reply is trained": [ASK, {**SAY, "weight": 0.5}],
-    "message 2 has train='no': a reply is trained": [ASK, {**SAY, "train": "no"}],
     "message 2 has one weight that trains it, and one that does not": [ASK, {**SAY, "train": True, "weight": 0}],
     "message 1 has weight=1: only messages of the assistant": [{**ASK, "weight": 1}, SAY],
     "message 2 has tool_calls that are not a list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
@@ -366,8 +355,6 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
     ("answer", "words"),
     [
         (float("nan"), "its answer is nan, which is not a number"),
-        (float("inf"), "its answer is inf, which is not a number"),
-        ("null", "the text 'null', which programs write for a missing value: .* the list .\"null\"."),
         (True, "its answer is a bool, not text, a number or a list"),
         ({"value": 5}, "its answer is a dict, .* as answer=COLUMN.value"),
         ([["5"]], "its answer is a list, not text"),
@@ -376,12 +363,9 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
 def test_what_no_reply_can_be_compared_with_is_refused(tmp_path, answer, words):
     with pytest.raises(UserError, match=f"rl.jsonl:1 is malformed: .*{words}"):
         read_rl(tmp_path, {"prompt": "What?", "answer": answer})
-
-
-@pytest.mark.parametrize("answer", [None, "", " ", [], [None, ""]])
-def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, answer):
-    with pytest.raises(UserError, match="no usable row, but 1 empty"):
-        read_rl(tmp_path, {"prompt": "What?", "answer": answer})
+    for nothing in (None, " ", [None, ""]):
+        with pytest.raises(UserError, match="no usable row, but 1 empty"):
+            read_rl(tmp_path, {"prompt": "What?", "answer": nothing})
 
 
 def test_decimals_of_parquet_are_references(tmp_path):
@@ -389,18 +373,6 @@ def test_decimals_of_parquet_are_references(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     env = Dataset(path=str(tmp_path / "rows.parquet"))
     assert env.score(env.problem(0), "It is 2.5")["return"] == 1.0
-
-
-def test_own_file_of_gsm8k_accepts_its_answers():
-    file = ROOT.parent / "shared/data/gsm8k/test.jsonl"
-    if not file.is_file():
-        pytest.skip("needs the shared data beside the repository")
-    env = Dataset("test", path=str(file), test_path=str(file))
-    assert env.num_tasks == 1319
-    problems = [env.problem(i) for i in range(env.num_tasks)]
-    numbers = [problem.answer["answer"].rpartition("#### ")[2] for problem in problems]
-    replies = [f"<answer>{number}</answer>" for number in numbers]
-    assert all(env.score(*pair)["return"] == 1.0 for pair in zip(problems, replies, strict=True))
 
 
 # References at the start

@@ -24,15 +24,15 @@ from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Reply, Step, Text
 from envs.prompts import tasks_that_fit
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import check_reward, repeats
-from envs.scoring.worker import EpisodeCache, Failure, Turns, heard
+from envs.scoring.worker import EpisodeCache, Turns, heard
 from envs.settings import RolloutSettings, resolve_settings
-from envs.tools.calls import CallError, parse_call
+from envs.tools.calls import parse_call
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from recipes.agents.rollouts import check_forged
 from tests import other_trainers
-from tests.helpers import ROOT, reading_script, slow
+from tests.helpers import ROOT, reading_script
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse
@@ -120,11 +120,8 @@ ERRORS = [
     ("", "the call is empty, or not closed by </tool_call>"),
     ("add(1)", "the call is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ("[]", 'the call is not an object with "name" and "arguments"'),
-    ('{"name": ["add"]}', 'the call is not an object with "name" and "arguments"'),
     ('{"name": "add", "a": 1}', "add: missing a required argument: 'a'"),
     ('{"name": "add", "parameters": null}', "the arguments are not an object"),
-    ('{"name": "add", "arguments": "a"}', "the arguments are not an object"),
-    ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is not a finite number"),
     ('{"name": "add", "arguments": {"a": 1e999}}', "the call has 1e999, which is not a finite number"),
     ('{"name": "exec"}', "there is no tool 'exec'; there are add, leave, fail_silently, repeat, later"),
     (call("add", c=1), "add: missing a required argument: 'a'"),
@@ -165,24 +162,19 @@ def test_limits_of_calls_and_of_results():
 # Fuzz
 
 
-def random_text(rng: random.Random, pieces: list[str]) -> str:
-    """Pieces of calls, letters and rare characters, in any order."""
-    rare = ["\0", "\ud800", "\U0001f600", "\n", '"', "\\"]
-    return "".join(rng.choice([rng.choice(pieces), rng.choice(string.printable), rng.choice(rare)]) for _ in range(12))
-
-
-@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_random_calls_never_raise(dialect, number):
+def test_random_calls_never_raise(dialect):
     rng = random.Random(dialect)
     env = make_env("calculator", dialect=dialect)
     pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
     whole = "2 * (3 + 4)" if dialect == "python" else call("calculate", expression="1+1")
     problem = env.problem(0)
     num_errors = 0
-    for i in range(number):
+    for i in range(1000):
         cut = rng.randrange(len(whole) + 1)
-        payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
+        payload = whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
+        if i % 2:
+            payload = "".join(rng.choices([*pieces, *string.printable, "\0", "\ud800", "😀"], k=12))
         step = env.episode(problem, 0).act(Reply("", (payload,)))
         (message,) = step.messages
         assert not step.done
@@ -191,13 +183,12 @@ def test_random_calls_never_raise(dialect, number):
         assert "\n" not in message["content"]
         assert step.info["tool_errors"] == is_error
         num_errors += is_error
-    assert 0 < num_errors < number
+    assert 0 < num_errors < 1000
 
 
-@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("name", ["qwen", "python"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
-def test_random_replies_are_split_into_calls(folder, name, number):
+def test_random_replies_are_split_into_calls(folder, name):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
     tokenizer, dialect = tokenizer_of(folder), DIALECTS[name]
     rng = random.Random(0)
@@ -205,7 +196,7 @@ def test_random_replies_are_split_into_calls(folder, name, number):
     opening = vocabulary.get(dialect.opening)
     closing = vocabulary.get(dialect.closing)
     *signs, digit = (tokenizer.encode(text) for text in (dialect.opening, dialect.closing, "1"))
-    for _ in range(number):
+    for _ in range(1000):
         parts = [rng.choice([*signs, [rng.randrange(len(vocabulary))], digit]) for _ in range(8)]
         ids = sum(parts, [])
         calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
@@ -322,31 +313,6 @@ def test_tools_are_announced_without_a_template_too():
     assert '"Another."' in text
     with pytest.raises(UserError, match="the tool repeat cannot be announced .* write type hints, and a docstring"):
         tokenizer.chat([{"role": "user", "content": "hi"}], tools=[repeat])
-
-
-# Processes
-
-
-def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
-    """Returns what follows one call each of the hostile tool."""
-    turns = [Turns(0, (Reply("", (call("misbehave", way=way),)),)) for way in ways]
-    return scorer.request_outcomes([(0, turn) for turn in turns])
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        ("raise", "of the reward"),
-        ("exit", "3"),
-        ("cancel", "CancelledError"),
-        ("mute", "Mute"),
-        ("memory", "MemoryError"),
-    ],
-)
-def test_a_tool_that_raises_is_an_observation(way, reason):
-    with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
-        (step,) = outcomes_of(scorer, way)
-    assert contents(step) == [str({"error": reason})]
 
 
 def replayed(env: Env, replies: list[Reply], seed: int = 7, game: int = 0) -> list[Step]:
@@ -606,18 +572,15 @@ def test_a_reset_that_fails_is_the_users_mistake(rows):
 
 
 PREVIEWS = [  # class or environment, a call made from the schema and its answer, or a reply and its score
-    ("Counter", ['{"name": "add", "arguments": {"amount": 1}}', "reward 0, tool_calls 1, tool_errors 0: '1'"]),
     ("Counter", ['{"name": "take", "arguments": {"amount": 1}}', "tool_errors 1: \"{'error': 'there are only 0'}"]),
     ("Unpaid", ['{"name": "echo", "arguments": {"text": "1"}}', " reference '3'", "correct_answer 1, format 1: 'the"]),
     ("Broken", [" reference '3'", "fails: ValueError: nothing is paid"]),
-    ("calculator", ["""'<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}""", "errors 0: '1'"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), PREVIEWS)
 def test_a_preview_calls_the_tools_and_scores_the_reference(name, expected, rows):
-    env = make_env(name) if name == "calculator" else dataset(rows, name)
-    text = show(env, lambda problem: [1], lambda ids: "", 1).replace("\\'", "'")
+    text = show(dataset(rows, name), lambda problem: [1], lambda ids: "", 1).replace("\\'", "'")
     places = [text.index(part) for part in expected]
     assert places == sorted(places)
 
@@ -657,16 +620,6 @@ def test_the_calculator_is_called_and_graded(dialect):
     assert env.episode(problem, 0).act(Reply(f"It is {problem.answer + 1}.")).reward == 0.0
     unclosed = env.episode(problem, 0).act(Reply("", ("",)))
     assert unclosed.messages[0]["role"] == ("user" if dialect == "python" else "tool")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dialect": "lisp"}, {"operators": "^"}, {"max_turns": 1}, {"max_number": 1}],
-    ids=str,
-)
-def test_options_that_it_does_not_have(options):
-    with pytest.raises(UserError, match="Calculator|dialect=lisp"):
-        make_env("calculator", **options)
 
 
 # Inline calls, token by token
@@ -756,15 +709,11 @@ def test_what_a_result_spells_is_in_the_context_and_nowhere_else(folder, rows):
 
 
 def test_a_call_is_read():
-    found = parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n')
-    assert found == ("f", {"x": [1, 2.5, None]})
     assert parse_call('{"name": "f"}') == ("f", {})
     for key in ("arguments", "parameters", "args", "kwargs", "input"):
-        assert parse_call(json.dumps({"name": "f", key: {"x": 1}})) == ("f", {"x": 1})
-        wrapped = {"type": "function", "id": "call_1", "function": {"name": "f", key: {"x": 1}}}
-        assert parse_call(json.dumps(wrapped)) == ("f", {"x": 1})
-    with pytest.raises(CallError):
-        parse_call("f")
+        function = {"name": "f", key: {"x": [1, 2.5, None]}}
+        for call in (function, {"type": "function", "id": "call_1", "function": function}):
+            assert parse_call(json.dumps(call)) == ("f", {"x": [1, 2.5, None]})
 
 
 @pytest.mark.parametrize("dialect", ["qwen", "json"])
