@@ -48,10 +48,9 @@ ENVS = {
 
 
 def make_env(name: str, **options: Value) -> Env:
-    """Returns the environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
+    """Returns the environment of this name, in any case, with options of its constructor, `Style` and REWARDS.
 
-    Options are those of its constructor and of `Style`; environments of one turn also take REWARDS.
-    Raises: UserError for a name that is not in the table, and for an option that the environment does not take.
+    "X-test" and "X-valid" are the held-out splits of X. Raises: UserError for an unknown name or option.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)

@@ -119,10 +119,7 @@ def cut(text: str, limit: int) -> str:
 
 
 class Episode:
-    """One conversation with the policy: a pure function of the problem, the seed and the replies so far.
-
-    A worker process plays it. If that process dies, another one replays it from its first reply.
-    """
+    """One conversation with the policy, which can be replayed: a function of the problem, the seed and the replies."""
 
     opening: Sequence[Mapping[str, str]] = ()  # the prompt, if the environment `opens` its episodes
 
@@ -196,8 +193,7 @@ class Env:
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 
-        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0, for environments that know what is right.
-        All other keys are logged as they are.
+        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0 if it is known; all keys are logged.
         """
         raise NotImplementedError
 
@@ -241,10 +237,7 @@ def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def choose_split(identity: str, one_in: int) -> str:
-    """Returns the split of a problem, by a digest of the text that must not be in two of them.
-
-    One in `one_in` (2 or more) is for test, half as many are for valid.
-    """
+    """Returns the split of a text's digest: test for one in `one_in`, valid for half as many, else train."""
     digest = zlib.crc32(identity.encode())
     if digest % one_in == 0:
         return "test"

@@ -28,10 +28,7 @@ SPACE = re.compile(r"\s*")
 
 
 def read_file(path: Path) -> Located:
-    """Yields the rows of a file in the format that its beginning shows.
-
-    Raises: UserError if the file, or the rest of it, cannot be read; OSError.
-    """
+    """Yields the rows of a file in the format that its beginning shows. Raises: UserError; OSError."""
     try:
         with open_file(path) as file:
             is_parquet = file.read(len(PARQUET)) == PARQUET
@@ -73,10 +70,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json(path: Path) -> Located:
-    """Yields the objects of a file: one on each line, in a list, or one after the other.
-
-    A list may also be in an object: {"data": [...]}.
-    """
+    """Yields the objects of a file: one on each line, in a list, in {"data": [...]}, or one after the other."""
     lines = [line for _, line in islice(read_lines(path), 2)]
     first_rows = [*map(parse_json, lines)]
     has_row = any(isinstance(row, dict) for row in first_rows)  # the other line may be broken

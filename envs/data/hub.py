@@ -19,10 +19,7 @@ TIMEOUT = 10  # seconds after which a hub that does not answer counts as absent
 
 
 def read_split(name: str, config: str, split: str) -> Located:
-    """Returns the rows of a split of a data set, each with its location; `name`: owner/name on the hub, or a folder.
-
-    Raises: UserError if there is no such configuration or split; what the hub's client raises.
-    """
+    """Returns the rows of a split of a data set: owner/name on the hub, or a folder. Raises: UserError, or others."""
     try:
         files = folder_split(Path(name), config, split) if Path(name).is_dir() else fetch_split(name, config, split)
     except UserError:
@@ -73,8 +70,8 @@ def folder_split(folder: Path, config: str, split: str, name: str = "") -> list[
 def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -> list[str]:
     """Returns the files of a split among the paths of a data set, in which a folder may stand for a configuration.
 
-    Words in the names of folders tell the split, or, if there are none, in the names of files; files without such a
-    word are for training. Raises: UserError if there is none, if folders differ, or if a shard is missing.
+    Words in the names of folders, or else of files, tell the split; files without one are for training. Raises:
+    UserError.
     """
     paths = {name: PurePosixPath(name.removesuffix(".gz")) for name in sorted(names)}
     every = [

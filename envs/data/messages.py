@@ -47,10 +47,7 @@ class Messages(list[Message]):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a prompt and its answer, or of a conversation; empty: the usual ones.
-
-    Dots stand before the name of a nested column: reward_model.ground_truth.
-    """
+    """Names of the columns of a prompt and its answer, or of a conversation, with dots before nested ones."""
 
     prompt: str = ""
     answer: str = ""
@@ -166,10 +163,7 @@ def read_alpaca(row: RawRow) -> str:
 
 
 def read_messages(value: JSON) -> list[Message]:
-    """Returns the messages of a list, or of its JSON, with the roles and keys of chat templates.
-
-    Raises: ValueError for anything else, and for what is not rendered, by its key or part.
-    """
+    """Returns the messages of a list, or of its JSON, with the roles and keys of chat templates. Raises: ValueError."""
     if isinstance(value, str):
         value = read_json(value, "its list of messages")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -233,10 +227,7 @@ def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
 # references
 
 def read_references(value: JSON) -> list[str]:
-    """Returns the texts of an answer, or of a list of answers, all of them right; none if it is empty.
-
-    Raises: ValueError for anything but texts and numbers.
-    """
+    """Returns the texts of an answer, or of a list of right answers; none if it is empty. Raises: ValueError."""
     if isinstance(value, dict) and "ground_truth" in value:  # verl's
         value = value["ground_truth"]
     return list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
@@ -300,10 +291,7 @@ def read_json(text: str, what: str) -> JSON:
 
 
 def weighted(row: RawRow, messages: list[Message]) -> list[Message]:
-    """Returns messages with the weights that their row gives: a number for all, or a list with one for each.
-
-    Raises: ValueError for other weights, LeftOut if nothing is left to train on.
-    """
+    """Returns messages with their row's weights, one for all or for each. Raises: ValueError; LeftOut if all are 0."""
     replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
     weights = {i: messages[i].get("weight", 1) for i in replies}
     for name in WEIGHTS:

@@ -81,8 +81,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
     """Returns the exact value of an expression in + - * / ( ) over non-negative integers, and these integers in order.
 
-    Signs before a number or a bracket are allowed ("-(2-5)*4" is 12). (None, []) for anything else: names, powers,
-    decimals, a number straight after another, division by zero, more than MAX_ARITHMETIC characters.
+    (None, []) for anything else, such as names, powers, decimals, division by zero, or more than MAX_ARITHMETIC
+    characters.
     """
     if len(text) > MAX_ARITHMETIC:
         return None, []

@@ -66,9 +66,8 @@ def final_reference(text: str) -> str:
 def same_math(reference: str, answer: str) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, or by math-verify.
 
-    If the reference is a worked solution, the answer at its end counts: see `final_reference`. False for texts that do
-    not parse, or are too long, too deeply nested or too large to be computed, unless both are written alike. It
-    never raises.
+    Of a worked solution, the answer at its end is the reference. Texts that do not parse, or are too long or large to
+    be computed, are equal only if they are written alike. It never raises.
     """
     try:
         return _same_math(final_reference(reference), answer)
@@ -124,10 +123,9 @@ MARKS = [  # signs that are units
 
 
 def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
-    r"""Returns a text without the unit at its end, and that unit with its power; None for an unknown unit or none.
+    r"""Returns a text without the unit at its end, and that unit: "15\text{ cm}^2" is ("15", ("cm", 2, "")).
 
-    "15\text{ cm}^2" is ("15", ("cm", 2, "")), and "3 km/h" is ("3", ("km", 1, "h")). A letter straight after a number
-    stays, as it may be a variable, and so do signs ($, %, °).
+    A letter straight after a number stays, as it may be a variable, and so do signs ($, %, °).
     """
     text = text.strip()
     for mark, unit in MARKS:
@@ -283,8 +281,7 @@ def grader() -> ModuleType:
 def same_value(a: Expression, b: Expression, digits: int, _precision: int = 0) -> bool:
     """True if two values agree in `digits` significant digits (see `agree`); with EXACT if they are equal.
 
-    Values that are no fractions are computed to 50 digits and compared to EXACT ones. Of formulas of something unknown
-    the coefficients are compared, if the terms are written alike.
+    Irrational values are compared to EXACT digits; of formulas of something unknown the coefficients, term by term.
     """
     import sympy
 

@@ -29,7 +29,7 @@ NUMBERS = [
     (["1.5 million", "1½ million"], "1500000", "1,500,000", "`18 thousand` is 18,000 and not 18; `18 dozen` is 216"),
     (["½", "0.5", "50%", "1/2", r"\frac{1}{2}"], "1/2", "the fraction", "exact: 0.333 is not 1/3"),
     (["minus 5", "negative 5", "−5", "-$5"], "-5", "-5", "signs, also as words"),
-    (["four hundred and two", "four hundred two dollars"], "402", "402", "so do words, `two and a half` too"),
+    (["twenty-three", "Twenty three dollars"], "23", "23", "so do words, but not `four hundred and two`"),
     (["25%"], "25", "25 or 1/4", "the question decides which was meant"),
     (["18½", "18²", "18①", "18!", "18_5", "18i", "18 x", "18..."], "", "not 18", "something is attached"),
     (["not 18", "!= 18", "> 18", "at least 18", "18 or more", "±18"], "", "nothing", "negations and comparisons"),
