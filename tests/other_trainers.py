@@ -203,17 +203,6 @@ class SkyCountdown(Countdown):
         return {"observations": messages, "reward": reward, "done": done, "metadata": {}}
 
 
-class OpenCountdown(Countdown):
-    """OpenEnv's client."""
-
-    def reset(self, **arguments):
-        observation, _ = super().reset(arguments["seed"], arguments["target"])
-        return self.answer(observation, None, False)
-
-    def answer(self, observation, reward, done):
-        return SimpleNamespace(observation=observation, reward=reward, done=done)
-
-
 class AsyncCountdown(Countdown):
     async def step(self, action: str) -> tuple:
         return super().step(action)

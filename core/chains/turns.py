@@ -78,7 +78,7 @@ def own_form(tokenizer: Tokenizer, template: str) -> Form | None:
     for form in FORMS.values():
         bodies = tokenizer.calls(ids, form.opening, form.closing)
         with contextlib.suppress(CallError):
-            if sum([form.read(body, [KNOWN_TOOL]) for body in bodies], []) == [KNOWN_CALL]:
+            if [form.read(body, [KNOWN_TOOL]) for body in bodies] == [KNOWN_CALL]:
                 return form
     return None
 

@@ -67,17 +67,12 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
 
 
 def read_step(returned: object) -> tuple[object, float, bool]:
-    """Returns observation, reward and end from a tuple of four or five (Gym), a mapping, or an object (OpenEnv).
-
-    Raises: one of MALFORMED for anything else.
-    """
+    """Returns observation, reward and end from Gym's four or five values, or a mapping. Raises: one of MALFORMED."""
     if isinstance(returned, tuple):
         observation, reward, end, *others, _ = returned
         ends = [end, *others]
-    elif isinstance(returned, Mapping):
-        observation, reward, ends = returned["observations"], returned["reward"], [returned["done"]]
     else:
-        observation, reward, ends = returned.observation, returned.reward, [returned.done]
+        observation, reward, ends = returned["observations"], returned["reward"], [returned["done"]]
     number = as_number(reward or 0.0)
     if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
         raise ValueError("the reward is not a number, or the end is neither true nor false")
@@ -153,7 +148,7 @@ class ObjectEpisode(Episode):
                 observation, _ = first
                 said = as_messages(observation)
             else:
-                said = as_messages(getattr(first, "observation", first))
+                said = as_messages(first)
         except MALFORMED as error:
             form = "an observation, or (observation, info)" if has_steps else "text, None, or a list of messages"
             raise wrong_return(environment.reset, first, form) from error

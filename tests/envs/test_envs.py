@@ -89,14 +89,18 @@ def test_mistakes_are_named():
     for name in ("countup", "", "-test", "poem-test-test"):
         with pytest.raises(ValueError, match="countdown, countdown3, countdown6, countdown34, poem, gsm8k"):
             envs.make_env(name)
-    with pytest.raises(ValueError, match=r"no option 'number' \(did you mean numbers\?\): choose one of numbers"):
-        envs.make_env("countdown", number=3)
-    with pytest.raises(ValueError, match="numbers takes int, not 'three'"):
-        envs.make_env("countdown", numbers="three")
-    with pytest.raises(ValueError, match="choose one of full, bare"):
-        envs.make_env("countdown", prompt="long")
-    with pytest.raises(ValueError, match="no solvable problem"):
-        envs.make_env("countdown", max_number=0)
+    mistakes = {
+        r"no option 'number' \(did you mean numbers\?\): choose one of numbers": {"number": 3},
+        "numbers takes int, not 'three'": {"numbers": "three"},
+        "choose one of full, bare": {"prompt": "long"},
+        "choose one of chain, tree": {"expression": "bush"},
+        "no solvable problem": {"max_number": 0},
+        "one of on, off": {"thinking": "maybe"},
+        "names no file": {"system": "@absent"},
+    }
+    for words, options in mistakes.items():
+        with pytest.raises(ValueError, match=words):
+            envs.make_env("countdown", **options)
 
 
 def test_options_of_the_command_line():
@@ -235,13 +239,8 @@ def test_deepscaler_as_it_is():
         "because a held-out split has them; 308 in the valid split; 615 in the test split; 8 removed that aime, "
         "aime25, amc, amc23, math500 have, too"
     )
-    assert train.num_tasks == 38_434 - 8
     assert test.num_tasks == 615
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
-    for env in (train, test):
-        for i in range(0, env.num_tasks, 97):
-            problem = env.problem(i)
-            assert env.score(problem, env.examples(problem)["right"])["return"] == 1.0, problem.answer
 
 
 @needs_data
@@ -272,9 +271,6 @@ def test_style():
     assert not before.plain
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
-    for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "names no file")]:
-        with pytest.raises(ValueError, match=message):
-            envs.make_env("countdown", **options)
 
 
 def test_format_rewards_are_added_and_logged_apart():
@@ -294,23 +290,15 @@ def write(path: Path, *lines: str) -> dict:
 
 
 def test_a_file_of_ones_own(tmp_path):
-    (tmp_path / "my_reward.py").write_text(
-        "def reward(completion, answer, **row):\n    return {'right': float(answer in completion), 'short': 0.5}\n"
-    )
+    (tmp_path / "my_reward.py").write_text("def reward(completion, answer): return {'right': 1.0, 'short': 0.5}\n")
     rows = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(40)]
-    rows.append({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"})
     options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
     env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
+    assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
     styled = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward", thinking="on")
     traits, styled_traits = ([getattr(x, name) for name in Env.__annotations__] for x in (env, styled))
     assert styled_traits == traits
     assert styled.code == (tmp_path / "my_reward.py",), "a resumed run compares it"
-    test = envs.make_env("dataset-test", **options)
-    valid = envs.make_env("dataset-valid", **options)
-    parts = [{str(row.prompt) for row in part.rows} for part in (env, test, valid)]
-    assert sum(map(len, parts)) == len(set().union(*parts)) == 41, "each row in one split"
-    assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
-    assert test.score(test.problem(0), f"#### {test.problem(0).answer['answer']}")["return"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -378,25 +366,16 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "install"),
-    [
-        ("math_verify", "math500", "-r requirements.txt"),
-        ("math_verify", "dataset", "-r requirements.txt"),
-        ("pyarrow", "dataset", "-r requirements.txt"),
-        ("reasoning_gym", "reasoning_gym", "reasoning-gym=="),
-    ],
+    ("package", "start", "install"),
+    [("math_verify", "", "-r requirements.txt"), ("pyarrow", "PAR1", "-r requirements.txt")],
 )
-def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name, install, monkeypatch):
+def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, start, install, monkeypatch):
     """Before anything is computed; without math-verify equal formulas would silently be called different."""
     # A package that is not installed.
     monkeypatch.setitem(sys.modules, package, None)
-    rows = {"math500": {"problem": "1+1?", "answer": "2"}, "dataset": {"prompt": "1+1?", "answer": "2"}}
-    file = tmp_path / ("rows.parquet" if package == "pyarrow" else "math500.jsonl")
-    start = "PAR1" if package == "pyarrow" else ""
-    file.write_text(start + "".join(json.dumps(rows.get(name, {})) + "\n" for _ in range(20)))
-    options = {"math500": {"data_dir": str(tmp_path)}, "dataset": {"path": str(file)}}
+    options = write(tmp_path / "rows", start + '{"prompt": "1+1?", "answer": "2"}', '{"prompt": "2+2?", "answer": "4"}')
     with pytest.raises(UserError, match=f"`pip install {install}"):
-        envs.make_env(name, **options.get(name, {}))
+        envs.make_env("dataset", **options)
 
 
 def test_reasoning_gym_mixtures(tmp_path):
@@ -445,7 +424,7 @@ def test_the_example_of_an_environment_works(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "prefix"),
     [
-        *((name, {}, "<think>") for name in ("countdown", "gsm8k", "deepscaler", "aime-test", "math500-test")),
+        *((name, {}, "<think>") for name in ("countdown", "gsm8k", "math500-test")),
         ("gsm8k", {"form": "boxed"}, ""),
         ("gsm8k", {"thinking": "off"}, ""),
         ("gsm8k", {"thinking": "off", "prefix": "Well"}, "Well"),
@@ -464,21 +443,15 @@ def test_who_is_asked_to_think_begins_to(name, options, prefix):
 def test_countdown_is_lmpos():
     env = envs.make_env("countdown")
     system, user = env.problem(0).messages
-    assert system["role"] == "system"
     assert system["content"].startswith("You are a helpful assistant. You first think")
     assert user["content"].startswith("Using the numbers [")
-    assert env.truncation_penalty == 0.05
     targets = [env.instance(i)[1] for i in range(2000)]
     share = sum(target > 100 for target in targets) / 2000
     assert 0.36 < share < 0.54, "of 300 targets of kvfrans/lmpo 45% are above 100: within three standard errors"
     assert min(targets) >= 1
     assert 900 < max(targets) <= 1000
-    ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
-    assert ours.truncation_penalty == 0
-    assert len(ours.problem(0).messages) == 1
-    assert envs.make_env("countdown", system="none", truncation_penalty=0.1).truncation_penalty == 0.1
-    with pytest.raises(ValueError, match="choose one of chain, tree"):
-        envs.make_env("countdown", expression="bush")
+    penalties = [made.truncation_penalty for made in (env, envs.make_env("countdown", **DEMO, truncation_penalty=0))]
+    assert penalties == [0.05, 0]
 
 
 @pytest.mark.parametrize("numbers", [(3, 7, 2), (25, 5, 1, 4), (1, 1, 1, 1)])
@@ -500,17 +473,6 @@ def test_countdown_is_solvable(options):
             assert target in reachable(tuple(map(Fraction, numbers))), (numbers, target)
 
 
-@pytest.mark.parametrize("options", [DEMO, {}])
-def test_countdown_splits_share_no_numbers(options):
-    train = Countdown(**options)
-    test = Countdown("test", **options)
-    sets = [{tuple(sorted(env.problem(i).answer[0])) for i in range(500)} for env in (train, test)]
-    assert not sets[0] & sets[1]
-    answers = {(tuple(sorted(numbers)), target) for numbers, target in test.instances}
-    assert len(answers) == test.num_tasks >= 512
-    assert Countdown("test", **options, num_tasks=512).instances == test.instances[:512]
-
-
 def test_countdown_problems_are_those_of_the_base_model():
     env = Countdown(**DEMO)
     assert [env.instance(i) for i in range(3)] == [((12, 7, 5), 10), ((8, 2, 5), 9), ((11, 5, 1), 7)]
@@ -522,28 +484,22 @@ def test_countdown_problems_are_those_of_the_base_model():
 @pytest.mark.parametrize(
     ("reply", "reward", "correct"),
     [
-        ("<answer>(1+2)*3</answer>", 1.0, 1.0),
+        ("<think>1+2=4</think><answer> (( 1 + 2 )\n * 3 </answer>", 0.0, 0.0),
         ("<think>1+2=4</think><answer> ( 1 + 2 )\n * 3 </answer>", 1.0, 1.0),
         ("<answer>(1+2)*3 = 9</answer>", 1.0, 1.0),
         ("<answer>1+2+3</answer><answer>3*(2+1)</answer> <answer>1", 1.0, 1.0),  # the last complete block counts
         ("<answer>3*(2+1)</answer> </answer>", 1.0, 1.0),
         ("<answer>-(1+2)*3+9/1</answer>", 0.0, 0.0),  # not these numbers
-        ("<answer>+3*(2+1)</answer>", 1.0, 1.0),
         ("<answer>1+2+3</answer>", 0.1, 0.0),
         ("<answer>1+2+3=9</answer>", 0.1, 0.0),  # a lie about its value: still valid, still wrong
         ("<answer>1+2+3=6</answer>", 0.0, 0.0),  # an equation that is not about the target
         ("<answer>9=(1+2)*3</answer>", 0.0, 0.0),
-        ("<answer>(1+2)*3=9=9</answer>", 0.0, 0.0),
         ("<answer>9</answer>", 0.0, 0.0),
-        ("<answer>3*3</answer>", 0.0, 0.0),
         ("<answer>(1+2)*3*1</answer>", 0.0, 0.0),
-        ("<answer>1)+(2*3</answer>", 0.0, 0.0),
         ("<answer>3/(2-1-1)</answer>", 0.0, 0.0),
         ("<answer>1+2**3</answer>", 0.0, 0.0),
         ("<answer>12-3</answer>", 0.0, 0.0),
-        ("<answer></answer>", 0.0, 0.0),
         ("(1+2)*3", 0.0, 0.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_countdown_score(reply, reward, correct):
@@ -582,13 +538,9 @@ def test_poem_pays_for_characters():
 
 def test_poem_splits_share_no_subject(tmp_path):
     (tmp_path / "subjects.txt").write_text("the sea\n\ncrane\n owl \ncrane\n")
-    for options in ({}, {"subjects_file": str(tmp_path / "subjects.txt")}):
-        train = envs.make_env("poem", **options)
-        test = envs.make_env("poem-test", **options)
-        assert train.subjects
-        assert test.subjects
-        assert not set(train.subjects) & set(test.subjects)
-    assert {*train.subjects, *test.subjects} == {"the sea", "crane", "owl"}
+    options = {"subjects_file": str(tmp_path / "subjects.txt")}
+    train, test = envs.make_env("poem", **options), envs.make_env("poem-test", **options)
+    assert sorted(train.subjects + test.subjects) == ["crane", "owl", "the sea"]
     assert test.problem(0).messages == [{"role": "user", "content": "Write three sentences about the sea"}]
     (tmp_path / "short.txt").write_text("one\n")
     for name in ("absent.txt", "short.txt"):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from envs.base import MAX_OBSERVED, Reply, Step
 from envs.scoring import scorer as scoring
 from envs.scoring.scorer import Failure, Scorer, ScoringStream
 from envs.scoring.trial import check_reward
-from envs.scoring.worker import MAX_PRINTED, Outcome, Printed, Turns
+from envs.scoring.worker import MAX_PRINTED, Outcome, Turns
 from tests.helpers import read_jsonl
 from tests.processes import is_alive, wait_until_gone
 from utils.processes import descendant_pids
@@ -25,8 +26,8 @@ from utils.settings.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "tests.hostile:make"
 FAILING = (
-    "raise", "exit", "exit 0", "kill", "kill group 9", "kill parent", "close files", "nan", "cancel", "mute", "memory",
-    "generator", "huge", "name of the log",
+    "raise", "exit 0", "kill", "kill group 9", "kill parent", "close files", "nan", "cancel", "mute", "memory",
+    "huge", "name of the log",
 )  # fmt: skip
 HANGING = ("sleep", "regex", "endless", "stop")
 
@@ -229,13 +230,6 @@ def test_prints_of_rewards_come_by_clean_whole_lines(capfd):
     assert sorted(captured.err.splitlines()) == sorted(f"reward: four {i}" for i in range(40))
 
 
-def test_what_rewards_print_takes_the_line_of_the_progress():
-    reader, screen = os.openpty()
-    Printed(screen).write(b"half a line ")
-    Printed(screen).write(b"line\nhalf")
-    assert os.read(reader, 1000) == b"\r\x1b[Kreward: line\r\n"
-
-
 @pytest.mark.parametrize("number", [1, 8])
 def test_run_stops_if_a_reward_fails_for_all_first_replies(number):
     with Scorer(HOSTILE, num_workers=1) as scorer:
@@ -332,31 +326,16 @@ def test_workers_die_with_a_run_that_is_killed(text):
     wait_until_gone(*pids)
 
 
-OWN_REWARDS = """
-def none(completion, **row): pass
-def raises(completion, **row):
-    return int("x" + completion)
-def some(completion, **row): return 1 / len(completion)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("none", r"none\(\) in line 2 of .*own.py returned None: return a number"),
-        ("raises", r"ValueError: invalid literal .*\(line 4 of .*own.py\)"),
-        ("some", None),  # an empty reply costs its score, as in training
-    ],
-)
-def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_path):
-    (tmp_path / "own.py").write_text(OWN_REWARDS)
+def test_a_reward_that_fails_for_every_reply_ends_the_start(tmp_path):
+    """An empty reply alone costs its score, as in training."""
+    (tmp_path / "own.py").write_text(
+        "def some(completion, **row): return 1 / len(completion)\n"
+        "def raises(completion, **row):\n    return int('x' + completion)\n"
+    )
     rows = [json.dumps({"prompt": f"What is {i}?", "answer": str(i)}) for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    options = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'own.py'}:{name}"}
-    with Scorer("dataset", options, num_workers=1) as scorer:
-        if words:
-            with pytest.raises(UserError, match=words):
-                check_reward(scorer, [(0, "one"), (1, "")])
-            return
-        check_reward(scorer, [(0, "one"), (1, "")])
-        assert scorer.score_replies([0], ["one"])[0][0]["return"] == 1 / 3
+    for name in ("some", "raises"):
+        options = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'own.py'}:{name}"}
+        fails = pytest.raises(UserError, match=r"ValueError: invalid literal .*\(line 3 of .*own.py\)")
+        with Scorer("dataset", options, num_workers=1) as scorer, fails if name == "raises" else nullcontext():
+            check_reward(scorer, [(0, "one"), (1, "")])

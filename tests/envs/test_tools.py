@@ -288,21 +288,10 @@ def test_special_tokens_in_a_program_s_messages_are_text(folder):
 
 @needs_qwen
 def test_announcements_have_the_format_of_qwen3():
-    qwen = tokenizer_of(QWEN)
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
-    of_qwen = qwen.hf.decode(qwen.chat(messages, tools=[add]))
-    assert of_qwen == qwen.hf.apply_chat_template(
-        messages, tools=[add], add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
-    of_tiny = tokenizer_of(TINY).hf.decode(tokenizer_of(TINY).chat(messages, tools=[add, later]))
-    for text, count in ((of_qwen, 1), (of_tiny, 2)):
-        _, head, tools = text.partition("Be kind.\n\n# Tools\n")
-        lines = re.search(r"<tools>\n(.*?)\n</tools>", tools, re.DOTALL)[1].splitlines()
-        assert head
-        assert len(lines) == count
-        assert json.loads(lines[0])["function"]["name"] == "add"
-        assert text.count("# Tools") == 1
-        assert '<tool_call>\n{"name": ' in text
+    qwen, messages = tokenizer_of(QWEN), [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
+    expected = qwen.hf.apply_chat_template(messages, tools=[add], **options)
+    assert qwen.hf.decode(qwen.chat(messages, tools=[add])) == expected
 
 
 def test_tools_are_announced_without_a_template_too():
@@ -398,7 +387,7 @@ def test_a_reward_function_is_added(rows):
     assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
 
 
-GYMS = ["Countdown", "Countdown5", "SkyCountdown", "OpenCountdown", "AsyncCountdown"]
+GYMS = ["Countdown", "Countdown5", "SkyCountdown", "AsyncCountdown"]
 
 
 @pytest.mark.parametrize("name", GYMS)
