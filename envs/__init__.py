@@ -25,7 +25,7 @@ ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
     "countdown6": ("envs.countdown", "Countdown", {"numbers": 6}),
-    "countdown34": ("envs.countdown_data", "CountdownData", {}),
+    "countdown34": ("recipes.games.countdown_data", "CountdownData", {}),
     "poem": ("envs.poem", "Poem", {}),
     "gsm8k": ("envs.gsm8k", "Gsm8k", {}),
     "deepscaler": ("envs.mathematics", "Mathematics", {"data_set": "deepscaler"}),

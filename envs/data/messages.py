@@ -85,16 +85,15 @@ def read_exchange(row: RawRow, columns: Columns) -> Exchange:
     if columns.messages or (conversation and (columns.begins_with_messages or not is_pair)):
         messages = read_messages(get_column(row, conversation))
         reply = messages[-1:] if messages and messages[-1]["role"] == REPLY else []
-        before = messages[: len(messages) - len(reply)]
-        value = get_column(row, answer) if answer else None
-        return Exchange(with_system(row, before), value, reply=reply, tools=tools, column=conversation)
-    if prompt == "instruction" and not columns.prompt:
-        said, column = read_alpaca(row), PROMPTS[0]
+        said, column = messages[: len(messages) - len(reply)], conversation
+        answers = [answer] * bool(answer)
+    elif prompt == "instruction" and not columns.prompt:
+        said, column, reply = read_alpaca(row), PROMPTS[0], []
     else:
-        column = prompt or PROMPTS[0]
+        column, reply = prompt or PROMPTS[0], []
         said = read_prompt(get_column(row, column))
-    value = get_column(row, answer or answers[0]) if answer or columns.needs_answer else None
-    return Exchange(with_system(row, said), value, reply=[], tools=tools, column=column)
+    value = get_column(row, answer or answers[0]) if answers and (answer or columns.needs_answer) else None
+    return Exchange(with_system(row, said), value, reply, tools, column)
 
 
 def get_column(row: RawRow, name: str) -> JSON:
@@ -255,19 +254,23 @@ def read_tools(value: JSON) -> tuple[Schema, ...]:
     if not isinstance(tools, list):
         raise ValueError("its column tools is not a list of JSON schemas")
     tools = [read_json(tool, "its column tools") if isinstance(tool, str) else tool for tool in tools]
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ValueError("its column tools is not a list of JSON schemas with a name each")
+    if not all(map(function_of, tools)):
+        raise ValueError("its column tools is not a list of JSON schemas with a name each")
     return tuple(tools)
+
+
+def function_of(value: JSON) -> Schema | None:
+    """Returns what a tool or a call has under `function`, or itself; None if that has no name."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def read_calls(what: str, calls: JSON) -> list[JSON]:
     """Returns the calls of a message with their arguments as objects, as chat templates need them."""
     read = []
     for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        function = function_of(call)
+        if not function:
             raise ValueError(f"{what} has tool_calls that are not a list of calls with a name each")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):

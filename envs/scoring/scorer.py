@@ -37,7 +37,7 @@ Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the 
 GradedReplies = tuple[list[Rewards | None], dict[str, int]]  # rewards of each, None: a failure; failures by kind
 
 
-class Call(NamedTuple):
+class GraderCall(NamedTuple):
     """A call of the grader: for one job, or for all replies to a problem if it takes groups."""
 
     stream: "ScoringStream"
@@ -99,7 +99,7 @@ class Scorer:
         self.num_failures = 0
         self.resources = ExitStack()
         num_lanes = num_workers or min(os.cpu_count() or 1, 16)
-        self.queues = [deque[Call]() for _ in range(num_lanes + 1)]  # turns of each lane's episodes; all others
+        self.queues = [deque[GraderCall]() for _ in range(num_lanes + 1)]  # turns of each lane's episodes; all others
         self.lanes: dict[int, Lane] = {}
         self.num_lost = 0  # processes since the last outcome that ended outside of a reply
         self.is_ready = False  # one of them has made the environment
@@ -117,7 +117,7 @@ class Scorer:
 
     # queues
 
-    def put(self, calls: Iterable[Call]) -> None:
+    def put(self, calls: Iterable[GraderCall]) -> None:
         """Queues calls for the lanes. Raises: the error that has ended them."""
         with self.has_calls:
             if self.error:
@@ -126,11 +126,11 @@ class Scorer:
                 self.queue_of(call).append(call)
             self.has_calls.notify_all()
 
-    def queue_of(self, call: Call) -> deque[Call]:
+    def queue_of(self, call: GraderCall) -> deque[GraderCall]:
         """Returns the queue of the lane that has played a row's episode so far; for replies, the one of all lanes."""
         return self.queues[call.rows[0] % len(self.threads) if isinstance(call.replies[0], Turns) else -1]
 
-    def withdraw(self, stream: "ScoringStream") -> list[Call]:
+    def withdraw(self, stream: "ScoringStream") -> list[GraderCall]:
         """Removes the calls of a stream that no lane has taken, and returns them."""
         found = []
         with self.has_calls:
@@ -141,7 +141,7 @@ class Scorer:
                 queue.extend(call for call in calls if call.stream is not stream)
         return found
 
-    def take_calls(self, place: int) -> list[Call]:
+    def take_calls(self, place: int) -> list[GraderCall]:
         """Returns calls for a lane, and waits for some; none if the scorer is closed."""
         own, shared = self.queues[place], self.queues[-1]
         with self.has_calls:
@@ -185,7 +185,7 @@ class Scorer:
                 raise UserError(f"{self.settings.env_name}: {reason}")
             self.count_lost(reason)
 
-    def grade(self, lane: Lane, calls: Sequence[Call]) -> bool:
+    def grade(self, lane: Lane, calls: Sequence[GraderCall]) -> bool:
         """Does calls in a lane. False: it has ended; the call that it was at failed, and the rest is queued again."""
         left = deque(calls)
         lane.send([(call.index, call.replies) for call in calls])
@@ -210,7 +210,7 @@ class Scorer:
             self.lose(lost, Failure("reward_timeouts" if answer.is_late else "reward_errors", answer.reason))
         return False
 
-    def lose(self, call: Call, failure: Failure) -> None:
+    def lose(self, call: GraderCall, failure: Failure) -> None:
         """Gives up a call. If a reward always hangs, trying the rest would take hours: then they all fail."""
         stream = call.stream
         stream.num_lost += len(call.rows)
@@ -351,7 +351,10 @@ class ScoringStream:
             groups = [tuple(rows) for rows in whole if all(row in self.jobs for row in rows)]
         else:
             groups = [tuple(rows) for _, rows in groupby(jobs, key=lambda row: jobs[row][0])]
-        calls = [Call(self, rows, self.jobs[rows[0]][0], tuple(self.jobs[row][1] for row in rows)) for rows in groups]
+        calls = []
+        for rows in groups:
+            (index, *_), replies = zip(*(self.jobs[row] for row in rows), strict=True)
+            calls.append(GraderCall(self, rows, index, replies))
         with self.scorer.has_outcomes:
             self.num_left += sum(map(len, groups))
             self.num_replies += sum(map(len, groups))

@@ -52,7 +52,7 @@ class Failure(NamedTuple):
 
 
 Outcome = Rewards | Step | Failure
-Request = tuple[int, tuple[str | Turns, ...]]  # number of the problem, and replies to it that are graded together
+GraderRequest = tuple[int, tuple[str | Turns, ...]]  # number of the problem, and replies to it that are graded together
 
 
 def outcome_to_json(outcome: Outcome) -> list[object]:
@@ -79,7 +79,7 @@ class ScorerSettings(NamedTuple):
     max_error_share: float
 
 
-def work(settings: ScorerSettings, requests: Iterator[Sequence[Request]]) -> Iterator[object]:
+def work(settings: ScorerSettings, requests: Iterator[Sequence[GraderRequest]]) -> Iterator[object]:
     """Makes the environment and yields its traits, or the reason why it cannot be made; then grades.
 
     For a list of requests it yields None when it takes it, and the outcomes of each request before it begins the next.
