@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from envs.grading.answers import final_answer, one_spelling
+from envs.grading.answers import final_answer
 from utils.settings.errors import UserError
 
 NOT_APPLICABLE = "not_applicable"  # part that counts replies without a score, whose return is NaN
@@ -218,6 +218,8 @@ class Env:
 
     def vote(self, text: str) -> str | None:
         """Returns the answer that a reply gives in one spelling, for majorities; None if it gives none."""
+        from envs.grading.words import one_spelling
+
         answer = self.answer(text)
         return None if answer is None else one_spelling(answer)
 

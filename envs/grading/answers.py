@@ -10,11 +10,9 @@ import operator
 import re
 from fractions import Fraction
 
-from envs.grading.numerals import parse_number
-from envs.grading.words import MAX_BOX, choice, simplified, words
-
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
+MAX_BOX = 5000  # characters of an answer in a box, or on a line
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
 
 
@@ -62,15 +60,6 @@ def final_answer(text: str, form: str) -> str | None:
             answer = next((answer for answer in answers if answer is not None), None)
     boxed = extract_boxed(answer or "")
     return answer if boxed is None else boxed
-
-
-def one_spelling(answer: str) -> str:
-    """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
-    if letter := choice(answer):  # before "forty" of "E: forty"
-        return letter
-    if number := parse_number(answer, words=True):
-        return f"{number.value}{'%' * number.percent}"
-    return words(answer) or simplified(answer) or answer
 
 
 # arithmetic

@@ -3,10 +3,10 @@
 import functools
 import re
 
-from envs.grading.numerals import EMPHASIS
+from envs.grading.answers import MAX_BOX
+from envs.grading.numerals import EMPHASIS, parse_number
 
 MAX_MATH = 2000  # longest text for math-verify, in characters
-MAX_BOX = 5000
 MAX_PHRASE = 100  # characters of an answer in words
 WRAPPER = re.compile(r"\\(?:text\w*|math\w+|mbox)\s*\{([^{}]*)\}")
 SENTENCE = re.compile(r"(?:\b(?!and\b|or\b)[^\W\d_]{3,}.*?){2}", re.DOTALL)  # two words that are no mathematics
@@ -68,3 +68,12 @@ def simplified(text: str) -> str:
         return ""
     text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", EMPHASIS.sub(r"\2", text.strip()))
     return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text)
+
+
+def one_spelling(answer: str) -> str:
+    """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
+    if letter := choice(answer):  # before "forty" of "E: forty"
+        return letter
+    if number := parse_number(answer, words=True):
+        return f"{number.value}{'%' * number.percent}"
+    return words(answer) or simplified(answer) or answer
