@@ -1,7 +1,4 @@
-"""Python files of the user: the functions and classes that FILE.py:NAME names, and the modules beside them.
-
-The folder of such a file is the last entry of `sys.path`, so installed modules come before those beside the file.
-"""
+"""Python files of the user: the functions and classes that FILE.py:NAME names. Their folder is last in `sys.path`."""
 
 import importlib
 import inspect
@@ -34,7 +31,7 @@ class Named(NamedTuple):
 def read_names(value: str, flag: str, kind: str) -> list[Named]:
     """Returns what FILE.py:NAME,NAME,OTHER.py:NAME names, in order: a name alone is one of the file before it.
 
-    Raises: UserError if a file is not there, or none of its names (of a `kind`: function or class) is given.
+    Raises: UserError if a file or the name of a function or class (`kind`) is missing.
     """
     found: list[Named] = []
     for item in map(str.strip, value.split(",")):
@@ -57,10 +54,7 @@ def code_files(value: str) -> tuple[Path, ...]:
 
 
 def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
-    """Returns a function or class (`kind`) of a file, the same to all who load it.
-
-    Raises: UserError when the file fails, or has none of this name.
-    """
+    """Returns a function or class (`kind`) of a file. Raises: UserError when the file fails, or lacks it."""
     file, name = named
     try:
         module = load_module(file.absolute())
@@ -82,9 +76,8 @@ def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Returns the module in a file, which imports those beside it; it is executed again if the file has changed.
+    """Returns the module in a file, under the file's name if it is free; it is executed again if the file has changed.
 
-    It has the name of its file, so that processes that it spawns find its functions, unless another module has it.
     Raises: UserError if it imports a module beside it that has the name of a package of ours.
     """
     modified = path.stat().st_mtime_ns

@@ -19,7 +19,7 @@ Tasks = Int[np.ndarray, "N"]  # numbers of problems
 def find_tasks(
     name: str, env: Env, encode: Encode, limit: int, remedy: str = "raise --prompt_length"
 ) -> tuple[Tasks | None, str]:
-    """Returns the numbers of the problems whose prompts have at most `limit` tokens, None: all; and which do not.
+    """Returns the numbers of the problems whose prompts have at most `limit` tokens (None: all), and which do not.
 
     Raises: UserError with the `remedy` when no prompt is short enough.
     """
@@ -44,8 +44,7 @@ def prompt_lengths(env: Env, encode: Encode) -> list[int]:
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
-    Rows of files are all measured, whatever their number. Of more than MAX_MADE_UP generated problems, a sample is
-    measured first, and the others only if a part of the sample is too long.
+    Of more than MAX_MADE_UP generated problems, others than a sample are measured only if a part of it is too long.
     """
     if env.is_generated and env.num_tasks > MAX_MADE_UP:
         sample = prompt_lengths(env, encode)

@@ -56,9 +56,7 @@ class Dead(NamedTuple):
 
 
 class Lane:
-    """A process that answers one request after the other; use it from one thread.
-
-    Setup and requests are pickled; answers come as JSON, since reading them must not execute anything.
+    """A process that answers one request after the other. It gets pickles, and answers in JSON, which executes nothing.
     """
 
     def __init__(self, target: str, setup: object, max_memory: int = MAX_MEMORY):
@@ -132,10 +130,7 @@ class Lane:
 
 
 def serve(fd: str, target: str, max_memory: str) -> NoReturn:
-    """Runs the keeper: forks the worker, waits for its end, kills what it leaves behind, and exits with its code.
-
-    An exit code of 128 + n means signal n, as in shells.
-    """
+    """Runs the keeper: forks the worker, kills what it leaves behind, exits with its code (128 + n for signal n)."""
     handle_signals(signal.SIG_IGN)
     adopt_orphans()
     keeper, end = os.getpid(), socket.socket(fileno=int(fd))
@@ -262,10 +257,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def tree_memory(pid: int) -> int:
-    """Returns the bytes in memory of a process and its descendants, shared memory too; 0 if there is no /proc.
-
-    A page is divided by the number of processes that share it.
-    """
+    """Returns the bytes in memory of a process and its descendants, shared pages by parts; 0 if there is no /proc."""
     total = 0
     for each in (pid, *descendant_pids(pid)):
         with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
 """Classes of other trainers as episodes: for TRL's `environment_factory`, and objects with `reset` and `step`.
 
-An object plays an episode in one process, from its `reset`, whose text ends the prompt, to its last reward. Then it is
-reset for another episode. Its methods may be coroutine functions. Before each call the global generators of `random`,
-NumPy and torch are seeded. So `reset` gets the same random numbers for all samples of a group, and all methods get
-the same numbers when an episode is played again.
+An object plays an episode in one process, and is then reset for another. Its methods may be coroutine functions. Before
+each call the generators of `random`, NumPy and torch are seeded, so that an episode can be played again, and `reset`
+gets the same random numbers for all samples of a group.
 """
 
 import contextlib
@@ -43,10 +42,7 @@ Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" an
 
 
 def tool_methods(environment: Resettable) -> list[ToolFunction]:
-    """Returns the tools of an object of TRL: its public methods except `reset` and `get_reward`.
-
-    Source: trl/trainer/grpo_trainer.py of TRL 1.16.
-    """
+    """Returns the tools of an object: its public methods except `reset` and `get_reward`, as in TRL 1.16's trainer."""
     methods = inspect.getmembers(environment, inspect.ismethod)
     hidden = ("reset", "get_reward")
     return [method for name, method in methods if not name.startswith("_") and name not in hidden]
@@ -80,10 +76,7 @@ def read_step(returned: object) -> tuple[object, float, bool]:
 
 
 class GymEpisode(Episode):
-    """An object whose actions are replies. The grade of the last reply is added to the last reward.
-
-    A return of 1 or more is correct.
-    """
+    """An object whose actions are replies; the grade of the last reply is added to the last reward."""
 
     def __init__(self, environment: Resettable, grade: LastGrade):
         self.environment, self.grade = environment, grade
@@ -209,10 +202,7 @@ def close(environment: Resettable) -> None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Episodes of the objects that a class, or another factory without arguments, makes.
-
-    There are as many objects as episodes at a time; objects of finished episodes wait in the pool.
-    """
+    """Episodes of the objects that a class, or another factory without arguments, makes; ended ones wait in a pool."""
 
     factory: Callable[[], Resettable]
     settings: ToolSettings
@@ -221,7 +211,7 @@ class Adapter:
     def traits(self) -> tuple[bool, Sequence[ToolFunction], bool]:
         """Returns whether new objects have `step`, the tools of those that do not, and whether they pay rewards.
 
-        Raises: AttributeError without a `reset`, TypeError for other actions than texts, errors of its constructor.
+        Raises: AttributeError or TypeError for objects that cannot be played; errors of the constructor.
         """
         environment = self.factory()
         self.idle.append(environment)

@@ -1,10 +1,6 @@
 """Your own problems: any file of rows or data set of the hub, with a reward from your own Python file.
 
-    python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
-
-my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward in the form of TRL or verl:
-see envs/own/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
-envs/own/adapters.py.
+python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 """
 
 import os
@@ -42,15 +38,12 @@ from utils.settings.errors import UserError, check_installed, describe_error
 
 
 class Dataset(Env):
-    """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
+    """Problems from named columns of a file, or of a data set of the hub (forms of rows: envs/data/messages.py).
 
-    The column `prompt` (or `question`) holds text or a list of messages. In a column `messages`, the last message of
-    the assistant is the answer. Other forms of rows: see envs/data/messages.py. Without a `reward`, replies are
-    compared with the column `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and,
-    without a `test_path`, one in ten for the test split. Rows of `path` with a prompt of a held-out split are removed.
-
-    With an `episode`, a row is a conversation with an object of that class, which may compute rewards itself. Such
-    rows may repeat, and need no prompt.
+    Replies are graded by `reward`, or compared with the column `answer` as mathematics. One row in twenty is kept for
+    the valid split and, without a `test_path`, one in ten for the test split; rows with a prompt of these are removed.
+    With an `episode`, each row is a conversation with an object of that class (envs/own/adapters.py); rows may then
+    repeat.
     """
 
     splits = ("train", "valid", "test")
@@ -142,9 +135,7 @@ class Dataset(Env):
         self.has_reward = self.has_reward or pays
 
     def read_row(self, row: RawRow) -> Row:
-        """Returns a row whose answer is the whole row, with its prompt and its reference in their columns.
-
-        Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
+        """Returns a row whose answer is the whole row, with prompt and reference in their columns. Raises: ValueError.
         """
         if self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row):
             return Row([{"role": "user", "content": ""}], row)  # the episode writes the whole prompt

@@ -82,10 +82,7 @@ class RewardFunction:
         raise UserError(f"{place} needs {unknown[0]!r}, which is not a column; there are {names}{remedy}")
 
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
-        """Returns the parts of the reward of each reply to a problem.
-
-        Raises: TypeError if it returns anything but finite numbers, one for each reply; and what it raises.
-        """
+        """Returns the parts of the reward of each reply to a problem. Raises: TypeError for anything but numbers."""
         if self.form == "own":
             given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
             returned = [call(partial(self.function, played.text), given) for played in plays]
@@ -163,10 +160,7 @@ def ground_truth(row: RawRow, columns: KeyColumns) -> JSON:
 
 
 class RewardFunctions:
-    """The functions of --reward, and their weights.
-
-    Raises: UserError if a file or a name is not there, and if their numbers differ.
-    """
+    """The functions of --reward, and their weights. Raises: UserError for missing ones."""
 
     def __init__(self, value: str, weights: str = ""):
         named = read_names(value, "--reward", "function")
@@ -192,12 +186,10 @@ class RewardFunctions:
             function.check(row, columns, has_environments)
 
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
-        """Returns the rewards of replies to a problem: "return", the weighted sum, and the parts that are logged.
+        """Returns the rewards of replies to a problem: "return", the weighted sum, and each part to be logged.
 
-        These are the parts of each function and, if there are several, its value under its name. Functions that return
-        None are left out of the sum; if all do, the return is NaN.
-
-        Raises: whatever a function raises, and TypeError if two of them name a part alike.
+        Functions that return None are left out of the sum; if all do, it is NaN. Raises: what a function raises;
+        TypeError if two name a part alike.
         """
         graded = [function.grade(plays, row, columns) for function in self.functions]
         return [self.combined(parts) for parts in zip(*graded, strict=True)]
@@ -232,10 +224,7 @@ def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = ""
 
 
 class Rewarded(Changed):
-    """An environment of one turn whose replies the user's rewards grade.
-
-    Its own grader still counts correct answers, unless a reward has a part correct_answer, and its parts are logged.
-    """
+    """An environment of one turn whose replies the user's rewards grade; its own grader counts correct answers."""
 
     def __init__(self, env: Env, rewards: RewardFunctions, code: tuple[Path, ...]):
         super().__init__(env)

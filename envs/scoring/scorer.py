@@ -49,8 +49,7 @@ class GraderCall(NamedTuple):
 class WaitForMore(NamedTuple):
     """How long rows that can be sampled wait for rows whose environment still computes.
 
-    They wait for one more row while it comes sooner than their share of a computation's time. So they wait while more
-    rows come in the time of a computation than are there.
+    They wait for one more row while it comes sooner than their share of a computation's time.
     """
 
     seconds: float = 0.0  # that a computation takes
@@ -247,17 +246,17 @@ class Scorer:
         return [done[row][1] for row in range(len(jobs))]
 
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
-        """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
-
-        A reply that exceeded its time limit, killed its worker or made the reward raise has None instead of rewards.
-        Raises: UserError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
-        is wrong, not the replies.
+        """Returns the rewards of each reply and counts of failures, as `check_failures` does; raises the same errors.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
         return self.check_failures(jobs, self.request_outcomes(jobs))
 
     def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> GradedReplies:
-        """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
+        """Returns the rewards of jobs, None for a failure, and counts of failures by kind, from their outcomes.
+
+        Raises: UserError when more than `max_error_share` of the replies (and more than 8) failed, or all so far: then
+        the reward is wrong, not the replies.
+        """
         pairs = zip(jobs, outcomes, strict=True)
         failures = [(job, outcome) for job, outcome in pairs if isinstance(outcome, Failure)]
         kinds = [failure.kind for _, failure in failures]
@@ -326,7 +325,7 @@ def blamed(jobs: Sequence[Job | Scored]) -> str:
 class ScoringStream:
     """Jobs that are done in the background, by row, for example while other rows are sampled; a context manager.
 
-    If rewards compare the replies to a problem, `group_size` rows wait for one another; 0: adjacent ones are a group.
+    If rewards compare replies, `group_size` rows wait for one another; 0: adjacent ones are a group.
     """
 
     def __init__(self, scorer: Scorer, group_size: int = 1):
@@ -369,10 +368,7 @@ class ScoringStream:
                 self.scorer.has_outcomes.notify_all()
 
     def take(self, rows: Set[int], num_needed: int = 0, more: WaitForMore = NO_WAIT) -> dict[int, Outcome]:
-        """Removes and returns the outcomes of these rows that are there, by row.
-
-        It waits until there are `num_needed`, then for `more`. Raises: an error that has ended the processes.
-        """
+        """Removes and returns the outcomes of these rows that are there; waits for `num_needed`, then for `more`."""
 
         def num_come() -> int:
             return len(rows & self.outcomes.keys())

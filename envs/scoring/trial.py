@@ -16,10 +16,7 @@ DRAWN_ELSEWHERE = (
 
 
 def try_rewards(scorer: Scorer, env: Env) -> list[str]:
-    """Returns warnings: if episodes do not repeat, and of references that no reply can meet.
-
-    Raises: UserError for a reward that fails, and if more than MAX_REFUSED of the references are refused.
-    """
+    """Returns warnings on episodes that do not repeat, and on refused references. Raises: UserError."""
     check_reward(scorer, example_jobs(env))
     return [DRAWN_ELSEWHERE] * (env.opens and not repeats(scorer, env)) + try_references(scorer, env)
 
@@ -46,10 +43,7 @@ def repeats(scorer: Scorer, env: Env) -> bool:
 
 
 def try_references(scorer: Scorer, env: Env) -> list[str]:
-    """Returns a warning of the problems whose reference is wrong when a reply gives it in the required format.
-
-    Such a reply goes the whole way of others: its answer is found, read and compared. Raises: UserError for too many.
-    """
+    """Returns a warning of problems whose reference is wrong when a reply gives it. Raises: UserError for too many."""
     num_tried = min(NUM_REFERENCES, env.num_tasks) if env.max_turns == 1 else 0
     jobs = [(i, reply) for i in range(num_tried) for reply in env.trials(env.problem(i))]
     refused: dict[int, str] = {}  # the first such reply to a problem
@@ -73,10 +67,7 @@ def try_references(scorer: Scorer, env: Env) -> list[str]:
 
 
 def example_jobs(env: Env) -> list[Job]:
-    """Returns replies to the first problems, right and empty ones; episodes end with them.
-
-    If rewards compare replies, each problem has a group of two or more, so that lists of a wrong length are found.
-    """
+    """Returns replies to the first problems, right and empty ones; two at least to each if rewards compare them."""
     jobs: list[Job] = []
     for index in range(min(NUM_TRIED, env.num_tasks)):
         problem = env.problem(index)

@@ -82,7 +82,7 @@ class ScorerSettings(NamedTuple):
 def work(settings: ScorerSettings, requests: Iterator[Sequence[GraderRequest]]) -> Iterator[object]:
     """Makes the environment and yields its traits, or the reason why it cannot be made; then grades.
 
-    For a list of requests it yields None when it takes it, and the outcomes of each request before it begins the next.
+    For requests it yields None when it takes them, and the outcomes of each before it begins the next.
     """
     sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
     try:
@@ -137,10 +137,7 @@ class Printed(io.RawIOBase):
 
 
 def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> list[Rewards | Failure]:
-    """Returns the rewards of replies that are graded together; of those that raise alone, the reason.
-
-    Raises: what the reward raises for the others together.
-    """
+    """Returns the rewards of replies that are graded together; of those that raise alone, the reason."""
     try:
         return list(map(checked_return, env.score_group(problem, texts)))
     except Exception as error:
@@ -217,10 +214,7 @@ def opening(episode: Episode) -> Step:
 
 
 def answer(episode: Episode, reply: Reply | None) -> Step:
-    """Returns the response to a turn; without a turn, the reward that is left at a limit.
-
-    Raises: TypeError that names the method, its line and its file, if the method returned no valid Step.
-    """
+    """Returns the response to a turn; without a turn, the reward that is left at a limit. Raises: TypeError."""
     step = episode.truncate() if reply is None else episode.act(reply)
     try:
         return checked_step(limited(step))
@@ -256,10 +250,7 @@ def checked_number(name: str, value: float, may_lack: bool) -> float:
 
 
 def checked_step(step: Step) -> Step:
-    """Returns a step with numbers and texts of plain types.
-
-    Raises: ValueError for a reward that is not finite, and for a step without messages that does not end the episode.
-    """
+    """Returns a step of plain types. Raises: ValueError for bad rewards, and for an episode that cannot go on."""
     # With "?" for halves of surrogate pairs, which no tokenizer takes.
     messages = [{key: str(message[key]).encode(errors="replace").decode() for key in ("role", "content")}
                 for message in step.messages]  # fmt: skip

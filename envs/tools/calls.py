@@ -24,10 +24,7 @@ class CallError(ValueError):
 
 
 class Form(NamedTuple):
-    """How a model writes calls: the markers around them, and what reads the text in between.
-
-    Without markers a reply is a call if it is a JSON object, alone or in a code block.
-    """
+    """How a model writes calls: the markers around them, if any, and what reads the text in between."""
 
     opening: str
     closing: str
@@ -78,8 +75,7 @@ def calls_as_json(form: Form, bodies: Iterable[str], schemas: Schemas) -> tuple[
 def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
 
-    The arguments may stand under any of ARGUMENTS, and the whole call under "function".
-    Other keys are not read. Raises: CallError for anything else, and for numbers that are not finite.
+    The arguments may stand under any of ARGUMENTS, the call under "function". Raises: CallError.
     """
     try:
         call = json.loads(text, parse_float=finite_number, parse_constant=finite_number)
