@@ -25,18 +25,13 @@ def own(completion, answer): return len(completion) + float(answer)
 def shortest(prompts, completions, **columns):
     return [0.5 * (len(c) == min(map(len, completions))) for c in completions]
 def how_many(completions): return [len(completions)] * len(completions)
-def array(completions): return np.arange(len(completions))
 def tensor(completions):
     return types.SimpleNamespace(tolist=lambda: [1.0] * len(completions))
-def items(completions): return tuple(np.float32(0.5) for _ in completions)
-def stream(completions): return (float(i) for i, _ in enumerate(completions))
 def some(completions): return [None if c == "a" else 1 for c in completions]
 def one(completions): return [1.0]
 def texts(completions): return ["1" for _ in completions]
-def column(completions): return np.ones((len(completions), 1))
 def endless(completions):
     while True: yield 1.0
-def one_array(completion, **row): return np.array([0.0])
 def logs(completions, log_extra, log_metric, **columns):
     log_extra("size", [len(c) for c in completions])
     log_extra("text", completions)
@@ -95,10 +90,7 @@ def returns(env, *texts: str) -> list[float]:
         ("own", [1, 2, 3]),
         ("shortest", [0.5, 0, 0]),
         ("how_many", [3, 3, 3]),
-        ("array", [0, 1, 2]),
         ("tensor", [1, 1, 1]),
-        ("items", [0.5] * 3),
-        ("stream", [0, 1, 2]),
         ("some", [np.nan, 1, 1]),  # the first has no score
         ("thing", [2] * 3),
         ("fine", [0.5] * 3),
@@ -119,9 +111,7 @@ def test_a_reward_of_each_form_gets_what_its_trainer_gives(folder, name, expecte
     [
         ("one", r"one\(\) in line \d+ of .*own.py returned \[1.0\]: return a list .* which are 2 here"),
         ("texts", r"texts\(\) in line \d+ .* returned '1': return a list with a number for each completion"),
-        ("column", r"column\(\) in line \d+ .* returned \[1.0\]"),
         ("endless", r"endless\(\) in line \d+ .* returned <generator"),
-        ("one_array", r"one_array\(\) in line \d+ .* returned array\(\[0.\]\): return a number or a dict"),
         ("unscored", r"unscored\(\) in line \d+ .* returned .*: return a number, or a dict with a \"score\""),
         ("none", r"<lambda>\(\) in line \d+ of .* returned None: return a number"),
     ],
@@ -383,17 +373,12 @@ def test_what_an_episode_returns_is_named_with_method_and_line(folder, name, wor
     ("said", "form"),
     [
         ("higher", "'higher'"),
-        (([{"role": "user", "content": "x"}], 0.0, False), r"\(\[{"),
         (Step(["x"]), r"\(\['x'\]"),
         (Step([{"role": "user", "content": "x"}], "much"), "much"),
-        (Step([]), r"returns no message, and does not end the episode"),
+        (Step([]), r"returned \(\[\], 0.0, False"),
     ],
 )
 def test_what_an_environment_of_ones_own_returns_is_named_too(said, form):
-    class Own(Episode):
-        def step(self, reply: str) -> Step:
-            return said
-
-    with pytest.raises(TypeError, match=rf"step\(\) in line \d+ of .*{form}") as raised:
-        answer(Own(), Reply("x"))
-    assert "return Step(messages, reward, done), of messages with role and content" in str(raised.value)
+    own = type("Own", (Episode,), {"step": lambda self, reply: said})
+    with pytest.raises(TypeError, match=rf"in line \d+ of .*{form}.*return Step\(messages, reward, done\)"):
+        answer(own(), Reply("x"))
