@@ -6,12 +6,9 @@
 
     this process -- socket --> keeper --> worker: function(setup, requests), a generator that yields the answers
 
-A process that runs JAX must not fork, and multiprocessing's other ways import the main script, and JAX with it, in each
-process. So a lane starts Python anew, and imports the function's module only. The keeper limits the memory of all that
-its worker starts, and ends all of it with the worker or with this process. Trees of processes are read from /proc;
-without it, a tree is a process group, and its memory is not known.
-
-Covered is code that hangs, crashes, exits, or fills the memory. Code that attacks these processes is not covered.
+A process that runs JAX must not fork, and multiprocessing imports the main script anew. So a lane starts Python, and
+imports the function's module only. The keeper limits the memory of its worker's tree of processes (read from /proc),
+and ends all of it with the worker or with this process. Code that attacks these processes is not covered.
 """
 
 import contextlib
@@ -96,14 +93,13 @@ class Lane:
 
     def wait(self) -> str:
         """Returns how a process ended that has closed its socket."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(CLOSING)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return "it wrote into the connection of its process, or closed it"
-        if code == OVER_MEMORY:
-            return f"its processes took more than {self.max_memory >> 20} MiB of memory"
-        return f"it ended its process with exit code {128 - code if 128 < code < 192 else code}"
+            if code == OVER_MEMORY:
+                return f"its processes took more than {self.max_memory >> 20} MiB of memory"
+            return f"it ended its process with exit code {128 - code if 128 < code < 192 else code}"
+        self.kill()
+        return "it wrote into the connection of its process, or closed it"
 
     def hang_up(self) -> None:
         """Tells the worker that there are no more requests; an answer that another thread waits for is Dead."""
