@@ -264,17 +264,12 @@ def checked_step(step: Step) -> Step:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Returns an error in 500 characters at most, even one that cannot be printed, and its line in code of the user."""
+    """Returns an error in 500 characters, even one that cannot be printed, and its last line in code of the user."""
+    own = (*(str(ROOT / package) for package in ("core", "envs", "utils")), sys.prefix, sys.base_prefix, "<")
     try:
-        return f"{type(error).__name__}: {error}"[:500] + user_line(error)
+        # Not by extract_tb, which reads the files: a reward may raise for many replies.
+        lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        lines = [f" (line {number} of {file})" for file, number in lines if not file.startswith(own)]
+        return f"{type(error).__name__}: {error}"[:500] + "".join(lines[-1:])
     except Exception:
         return type(error).__name__
-
-
-def user_line(error: BaseException) -> str:
-    """Returns the last line outside of this repository's packages and of installed ones that an error came through."""
-    own = [str(ROOT / package) for package in ("core", "envs", "utils")]
-    # Not by extract_tb, which reads the files: a reward may raise for many replies.
-    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    lines = [line for line in lines if not line[0].startswith((*own, sys.prefix, sys.base_prefix, "<"))]
-    return " (line {1} of {0})".format(*lines[-1]) if lines else ""
