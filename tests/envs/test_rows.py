@@ -40,7 +40,6 @@ def write(path: Path, content: str | bytes) -> Path:
     ("name", "content"),
     [
         ("list.jsonl", json.dumps(ROWS)),
-        ("pretty.jsonl", "\n".join(json.dumps(row, indent=2) for row in ROWS)),
         ("versioned.json", json.dumps({"version": "1", "data": ROWS})),
         ("marked.json", "\ufeff" + LINES),
         ("no_suffix", CSV),
