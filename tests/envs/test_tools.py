@@ -16,7 +16,6 @@ from core.chains.attach import compare_samples
 from core.chains.turns import Conversations
 from core.config import Config
 from core.eval import show
-from core.records import Episodes
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler, Scheduler, Turn
 from envs import make_env
@@ -465,18 +464,12 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
         episodes = worker.play(worker.load_weights(params), np.arange(2), 2, jax.random.key(0))
     assert len(given[0]) == num_prompts
     assert ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
-    for row in range(4):
-        number, said = prompted_and_said(episodes, row, tokenizer)
-        assert said == (number if name == "Elsewhere" else number - 2)
-
-
-def prompted_and_said(episodes: Episodes, row: int, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns the number in the prompt of a row, and the one that its environment says behind the first turn."""
     r = episodes.completions
-    prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
-    number = re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1]
-    said = episodes.conversations[row][1]["content"]
-    return int(number), int(said.split()[0])
+    for row in range(4):
+        prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
+        number = int(re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1])
+        said = int(episodes.conversations[row][1]["content"].split()[0])
+        assert said == (number if name == "Elsewhere" else number - 2)
 
 
 def test_sessions_are_as_many_as_episodes_and_are_closed(rows, tmp_path, monkeypatch):
