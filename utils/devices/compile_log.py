@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 
-from utils.files import open_log
 from utils.metrics.terminal import COMPILED, program_name
 from utils.settings.errors import counted
 
@@ -78,7 +77,7 @@ class Compilations:
             known.update(shapes)
             self.programs.append(row)
             if self.file:
-                with contextlib.suppress(OSError), open_log(self.file) as file:
+                with contextlib.suppress(OSError), self.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
     def take_programs(self) -> list[dict]:
