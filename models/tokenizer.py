@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,13 +11,14 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
 
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
+from utils.metrics.jsonl import read_json
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
@@ -297,14 +297,7 @@ class Tokenizer:
         before = self.hf.chat_template
         if not self.files or not isinstance(before, str):
             return self
-        template = before
-        if "enable_thinking" in template:
-            for value in ("true", "false"):
-                template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
-            template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
-        template = PREFIX_PATTERN.sub("", template)
-        if prefix:  # Jinja drops a newline at the end of a template, but not before what is appended here
-            template = template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
+        template = with_defaults(before, thinking, prefix)
         if template == before:
             return self
         if CHAT_TEMPLATE in self.files:
@@ -340,6 +333,18 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def with_defaults(template: str, thinking: bool, prefix: str) -> str:
+    """Returns a chat template with these defaults of `enable_thinking` and of `prefix`, instead of earlier ones."""
+    if "enable_thinking" in template:
+        for value in ("true", "false"):
+            template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
+        template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+    template = PREFIX_PATTERN.sub("", template)
+    if prefix:  # Jinja drops a newline at the end of a template, but not before what is appended here
+        template = template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
+    return template
 
 
 def date_prompts(time: str) -> None:
@@ -523,18 +528,3 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
             raise UserError(message) from error
     return tokenizer
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
-    if not file.is_file():
-        raise UserError(
-            f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds {reprlib.repr(content)}, not an object: download it again")
-    return content
