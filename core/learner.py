@@ -143,10 +143,9 @@ class Learner:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
 
         def fetch(microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenOutputs]]:
-            return [
-                (rows, self.layout.fetch(self.microbatch_outputs(params, *self.layout.put(arrays))))
-                for rows, *arrays in microbatches
-            ]
+            launched = ((x, self.microbatch_outputs(params, *self.layout.put(arrays))) for x, *arrays in microbatches)
+            ahead = itertools.pairwise(itertools.chain(launched, [None]))  # the next one is computed during a fetch
+            return [(rows, self.layout.fetch(outputs)) for (rows, outputs), _ in ahead]
 
         by_name: dict[str, np.ndarray] = {}
         for rows, outputs in itertools.chain(*side_by_side(fetch, self.chains(batch, self.shapes_without_gradients))):
@@ -260,15 +259,6 @@ class Learner:
         Raises: FloatingPointError after MAX_SKIPPED updates in a row whose loss or gradient is not finite.
         """
         rows = [self.read(update) for update in updates]
-        self.check_finite(updates, rows)
-        metrics = {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in (rows or [{}])[0]}
-        if len(rows) > 1:
-            for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
-                metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
-        return metrics | {"num_updates": len(rows)}
-
-    def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float | np.ndarray]]) -> None:
-        """Reports minibatches whose update was skipped. Raises: FloatingPointError, see `metrics`."""
         for update, row in zip(updates, rows, strict=True):
             num_skipped = int(row["skipped_in_a_row"])
             if num_skipped:
@@ -278,6 +268,11 @@ class Learner:
                     f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or read "
                     "the batches in bad_batches/. The parameters are those from before these updates"
                 )
+        metrics = {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in (rows or [{}])[0]}
+        if len(rows) > 1:
+            for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
+                metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
+        return metrics | {"num_updates": len(rows)}
 
     def out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Ends the program with the option to lower if a device runs out of memory."""
