@@ -24,9 +24,9 @@ from models.checkpoint import read_config, save_model
 from models.decoder import init_params
 from models.families import text_config
 from models.files import CONFIG
-from models.tokenizer import GENERATION_CONFIG, load_tokenizer, read_json
+from models.tokenizer import GENERATION_CONFIG, load_tokenizer
 from utils.files import write_json
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, read_json
 from utils.runs.origin import find_cpu
 from utils.settings.options import option
 
