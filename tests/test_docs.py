@@ -28,6 +28,7 @@ RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes"
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
+GONE = re.compile(r"\bbench/\w+\.py(?=[^`#]{0,80}(?:`|# )\s*of commit)")  # scripts that git has
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
 
 
@@ -66,7 +67,7 @@ def test_links_and_named_files_exist(page: str):
     folder = (ROOT / page).parent
     links = LINK.findall(text)
     targets = [folder / file for file, _ in links]
-    files = set(FILE.findall(text)) - set(MADE.findall(text))
+    files = set(FILE.findall(GONE.sub("", text))) - set(MADE.findall(text))
     targets += [ROOT / file for file in files]
     missing = [str(target) for target in targets if not target.exists()]
     assert not missing
