@@ -39,7 +39,6 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
     "device_checks": "--shape tiny --layers 1 --vocabulary 512",
     "endpoint": "",
-    "gyms": "",
     "minutes": "FOLDER/run",
     "objectives": "--dir FOLDER --short",
     "peers": f"--work rollout,update,step,turns,turns_step --turns 2 --peers= --warmup 1 {SHAPE} {ROWS}",
@@ -56,7 +55,6 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
 NEEDS = {  # packages that are not installed for tests
     "compiled": ("libtpu",),
     "endpoint": ("openai", "smolagents", "minisweagent"),
-    "gyms": ("gem", "textarena", "gymnasium", "skyrl_gym", "openenv"),
     "trl_losses": ("torch", "trl"),
     "trl_sft": ("torch", "trl", "datasets"),
     "templates": ("trl",),

@@ -42,17 +42,6 @@ def test_flags_of_a_cluster_hold(cluster):
     assert config.run.save_dir in ("/shared/runs/deepscaler", "gs://b/deepscaler")
 
 
-def test_skypilot_parses_its_file():
-    task = pytest.importorskip("sky").Task.from_yaml(str(ROOT / "runs/sky.yaml"))
-    (resources,) = task.resources
-    assert resources.use_spot and task.num_nodes == 1
-
-
-def test_the_job_of_kubernetes_has_fields_of_kubeflow_alone():
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    assert models.TrainerV1alpha1TrainJob.from_dict(JOB).to_dict() == JOB
-
-
 def variables_of(cluster: str, rank: int, port: int) -> dict[str, str]:
     """Returns the variables that a cluster of two nodes sets on one of them."""
     if cluster == "sky":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from math import ceil, inf, log2
 
+import numpy as np
 import pytest
 
 from envs import make_env
@@ -179,20 +180,6 @@ def signs_by_counting(guess: str, word: str) -> str:
     return signs
 
 
-class WordPlayer:
-    """Guesses a word at random among those that agree with all signs so far."""
-
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
-        self.left = read_words(WORDS)
-
-    def __call__(self, message: str) -> str:
-        if message != "Guess the word.":
-            guess, signs = message.replace(" ", "").splitlines()
-            self.left = [word for word in self.left if signs_by_counting(guess, word) == signs]
-        return self.rng.choice(self.left)
-
-
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
@@ -290,19 +277,6 @@ def test_a_detour_costs_and_a_hole_ends_the_walk():
     assert {reward for reward, *_ in seen} <= {0.9, 0.95, 1.0, 0.0}
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_words_that_agree_with_all_signs_find_the_word(split):
-    env = make_game("wordle", split)
-    num_correct = 0
-    for i in range(env.num_tasks):
-        total, replies, steps = play(env, env.problem(i), WordPlayer(i))
-        num_correct += is_correct(steps)
-        if is_correct(steps):
-            assert replies[-1] == env.words[i]
-            assert total == 1 - env.cost * (len(replies) - 1)
-    assert num_correct > 0.97 * env.num_tasks
-
-
 # laws
 
 
@@ -357,20 +331,16 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
 
 
 def test_splits_share_no_position_up_to_symmetry():
-    envs = [make_game("tictactoe", split) for split in SPLITS]
-    boards = [{least_image(env.problem(i).messages[-1]["content"]) for i in range(1000)} for env in envs]
-    assert not boards[0] & boards[1]
-    assert min(map(len, boards)) >= 30
-
-
-def least_image(message: str) -> tuple[str, ...]:
-    """Returns the least of a board's images under the symmetries of the square, by coordinates."""
-    cells, images = message.split()[-9:], []
-    for down, right, is_turned in itertools.product((1, -1), (1, -1), (False, True)):
-        places = [(down * (i // 3 - 1), right * (i % 3 - 1)) for i in range(9)]
-        image = {place[::-1] if is_turned else place: cell for place, cell in zip(places, cells, strict=True)}
-        images.append(tuple(image[place] if image[place] in "xo" else "" for place in sorted(image)))
-    return min(images)
+    seen = []
+    for env in [make_game("tictactoe", split) for split in SPLITS]:
+        seen.append(set())
+        for i in range(1000):
+            board = np.array(env.problem(i).messages[-1]["content"].split()[-9:]).reshape(3, 3)
+            board[np.char.isdigit(board)] = ""
+            images = [np.rot90(x, turns) for x in (board, board.T) for turns in range(4)]
+            seen[-1].add(min(tuple(x.ravel().tolist()) for x in images))
+    assert not seen[0] & seen[1]
+    assert min(map(len, seen)) >= 30
 
 
 def test_words_are_in_one_split_each(tmp_path):
@@ -410,9 +380,9 @@ def test_signs_are_those_by_counting():
 
 
 def test_the_last_word_of_five_letters_is_the_guess():
-    episode = WordleEpisode("crane", cost=0.25)
     for reply in ("", "four", "sixsix", "c r a n e", "cr\u00e4ne", "12345"):
-        assert episode.step(reply) == Step([{"role": "user", "content": "five letters?"}], info={"invalid": 1.0})
+        step = WordleEpisode("crane", cost=0.25).step(reply)
+        assert step == Step([{"role": "user", "content": "five letters?"}], info={"invalid": 1.0})
     episode = WordleEpisode("crane", cost=0.25)
     step = episode.step("I think <b>of SPEED</b>, a word of five!")
     assert step == Step([{"role": "user", "content": "s p e e d\n- - Y - -"}])
@@ -443,13 +413,10 @@ def test_slips_go_aside():
     [
         ("tictactoe", {"opponent": "perfect"}, "opponent=perfect: choose one of random, minimax"),
         ("tictactoe-test", {"max_plies": 2}, "no position of TicTacToe is left for the test split: raise max_plies"),
-        ("tictactoe", {"max_turns": 4}, "max_turns >= 5"),
         ("gridworld", {"num_holes": 14}, "no map of Gridworld is left for the train split"),
         ("gridworld", {"num_holes": 15}, "num_holes from 0 to size"),
-        ("gridworld", {"prompt": "long"}, "choose one of bare, full"),
         ("wordle", {"words": "no-such-file"}, "words=no-such-file names no file"),
         ("wordle", {"words": __file__}, "is not a word of five letters"),
-        ("wordle", {"max_turns": 1}, "max_turns >= 2"),
     ],
 )
 def test_mistakes_are_named(name, options, message):

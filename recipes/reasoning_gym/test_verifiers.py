@@ -11,7 +11,7 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem
-from recipes.reasoning_gym.reasoning import ReasoningGym, SplitQuestions
+from recipes.reasoning_gym.reasoning import SplitQuestions
 from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -88,9 +88,7 @@ def test_no_code_reaches_a_verifier_that_would_execute_it(env, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_no_code_is_executed_or_paid_by_any_data_set(env, name):
-    best = max(attack(env, name))
-    print(f"{name}: {len(CODE + ENDLESS)} answers, 0 executed, the best paid {best}")
-    assert best[0] < 1, best
+    assert max(attack(env, name))[0] < 1
 
 
 @pytest.mark.slow
@@ -179,7 +177,6 @@ def test_every_verifier_that_evaluates_text_has_a_grammar():
 
 
 def test_a_composite_data_set_has_the_grammars_of_its_parts(env):
-    assert isinstance(env, ReasoningGym)
     for problem in questions("composite", 8):
         assert env.score(problem, f"<answer>{SET}</answer>")["return"] == 0
         assert CANARY not in os.environ
