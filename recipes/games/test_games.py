@@ -19,12 +19,13 @@ from envs import make_env
 from envs.base import Env, Problem, Step
 from recipes.games.gridworld import GridworldEpisode, Lake
 from recipes.games.tictactoe import TicTacToeEpisode
-from recipes.games.wordle import WORDS, WordleEpisode, feedback, read_words
+from recipes.games.wordle import WORDS, WordleEpisode, feedback
 from utils.settings.errors import UserError
 
 Player = Callable[[str], str]  # returns the reply to the last message
 Game = tuple[float, list[str], list[Step]]  # return, replies and steps of an episode
 NUM_PROBLEMS = 200
+ALL_WORDS = WORDS.read_text().split()
 SPLITS = ("", "-test")
 OUTCOMES = {1.0: "win", 0.5: "draw", 0.0: "loss"}
 OPTIONS = {
@@ -32,7 +33,7 @@ OPTIONS = {
     "tictactoe": {"opponent": "random"},
     "tictactoe minimax": {"opponent": "minimax"},
     "gridworld": {},
-    "gridworld slip": {"slip": 0.3, "moves_per_turn": 3},
+    "gridworld runs": {"moves_per_turn": 3},
     "wordle": {},
 }
 
@@ -183,7 +184,7 @@ def signs_by_counting(guess: str, word: str) -> str:
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
-    numbers, words = [], read_words(WORDS)  # numbers of the last message that shows any
+    numbers = []  # of the last message that shows any
 
     def player(message: str) -> str:
         numbers[:] = re.findall("[0-9]+", message) or numbers
@@ -191,7 +192,7 @@ def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
             return "?"
         if case == "guess":
             return str(rng.randint(*map(int, numbers)))
-        return rng.choice(words if case == "wordle" else numbers or list(STEPS))
+        return rng.choice(ALL_WORDS if case == "wordle" else numbers or list(STEPS))
 
     return player
 
@@ -327,7 +328,7 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
             num_truncated += 1
         num_changed += [other.step(reply) for reply in replies] != steps[: len(replies)]
     assert num_truncated
-    assert bool(num_changed) == (case not in ("guess", "gridworld", "wordle")), "chance comes from the seed"
+    assert bool(num_changed) == ("tictactoe" in case), "chance comes from the seed"
 
 
 def test_splits_share_no_position_up_to_symmetry():
@@ -343,16 +344,12 @@ def test_splits_share_no_position_up_to_symmetry():
     assert min(map(len, seen)) >= 30
 
 
-def test_words_are_in_one_split_each(tmp_path):
+def test_words_are_in_one_split_each():
     parts = [set(make_game("wordle", split).words) for split in (*SPLITS, "-valid")]
-    assert set.union(*parts) == set(read_words(WORDS))
-    assert sum(map(len, parts)) == len(read_words(WORDS)) > 700
+    assert set.union(*parts) == set(ALL_WORDS)
+    assert sum(map(len, parts)) == len(ALL_WORDS) > 700
     assert min(map(len, parts)) > 70
-    file = tmp_path / "words.txt"
-    file.write_text("CRANE zebra\n\ncrane\nhello\n")
-    env = make_game("wordle", words=str(file))
-    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]]
-    assert env.words
+    assert all(re.fullmatch("[a-z]{5}", word) for word in ALL_WORDS)
 
 
 # details
@@ -372,7 +369,7 @@ def test_an_illegal_move_uses_up_a_turn_and_nothing_else():
 def test_signs_are_those_by_counting():
     assert feedback("speed", "erase") == "Y-YY-"
     assert feedback("allay", "llama") == "YGYY-"
-    words = [*read_words(WORDS), *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
+    words = [*ALL_WORDS, *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
     rng = random.Random(0)
     for _ in range(20_000):
         guess, word = rng.choices(words[-35:] if rng.random() < 0.5 else words, k=2)
@@ -392,20 +389,10 @@ def test_the_last_word_of_five_letters_is_the_guess():
 def test_the_last_moves_of_a_reply_are_made():
     lake = Lake(size=4, start=5, goal=15, holes=frozenset())
     for moves_per_turn, cell in ((1, 6), (2, 10), (3, 6), (4, 7), (5, 7)):
-        episode = GridworldEpisode(lake, moves_per_turn, slip=0.0, cost=0.0, seed=0)
+        episode = GridworldEpisode(lake, moves_per_turn, cost=0.0)
         step = episode.step("I'd go Right, UP; d r")
         assert episode.cell == cell
         assert step.info == {"steps": min(moves_per_turn, 4)}
-
-
-def test_slips_go_aside():
-    env = make_game("gridworld", num_holes=0, size=5, slip=1.0)
-    for i in range(50):
-        episode = env.episode(env.problem(i), i)
-        row, column = divmod(episode.cell, 5)
-        episode.step("up")
-        assert divmod(episode.cell, 5)[0] == row
-        assert abs(divmod(episode.cell, 5)[1] - column) <= 1
 
 
 @pytest.mark.parametrize(
@@ -415,8 +402,6 @@ def test_slips_go_aside():
         ("tictactoe-test", {"max_plies": 2}, "no position of TicTacToe is left for the test split: raise max_plies"),
         ("gridworld", {"num_holes": 14}, "no map of Gridworld is left for the train split"),
         ("gridworld", {"num_holes": 15}, "num_holes from 0 to size"),
-        ("wordle", {"words": "no-such-file"}, "words=no-such-file names no file"),
-        ("wordle", {"words": __file__}, "is not a word of five letters"),
     ],
 )
 def test_mistakes_are_named(name, options, message):

@@ -27,8 +27,7 @@ from models.conversations import encode_rows
 from models.names import Params, make_policy
 from models.tokenizer import load_tokenizer
 from recipes.preferences import dpo
-from recipes.preferences.dpo import DPOConfig
-from recipes.preferences.pairs import PairConfig
+from recipes.preferences.dpo import DPOConfig, PairConfig
 from tests.helpers import ROOT, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, kill_at, records, start
 from utils.devices.sharding import single_device
@@ -189,9 +188,6 @@ REFUSED = {
     "it has no prompt: write a column prompt": {"chosen": "a", "rejected": "b"},
     "no column 'chosen', only 'prompt', 'good': name the columns by --columns prompt=COLUMN,chosen=": {
         "prompt": "a", "good": "b"
-    },
-    "its column ref_chosen_logps is not used, since the reference model is computed": {
-        "prompt": "a", "chosen": "b", "rejected": "c", "ref_chosen_logps": -1.0
     },
 }  # fmt: skip
 
