@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench import objectives
-from extras import plots
+from extras import compare
 from utils.metrics.curves import COLORS, read_metrics
 from utils.reporting.page import label_runs, write_report
 
@@ -61,7 +61,7 @@ def photograph(run: Path, out: Path) -> None:
 
 def draw_ladder(folder: Path, out: Path) -> None:
     """Draws the held-out scores of each rung of runs/ladder.sh, a line for each seed, with their 95% intervals."""
-    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    figure = compare.make_figure(figsize=(7, 3.5), dpi=100)
     axis = figure.subplots()
     for number, file in enumerate(sorted(folder.glob("seed*/scores.json"))):
         ipo, *others, rloo = json.loads(file.read_text())
@@ -83,7 +83,7 @@ def draw_gsm8k(run: Path, out: Path) -> None:
     steps, scores = curves["test_env/correct_answer"]
     low, high = (curves[f"test_env/correct_answer{end}"][1] for end in ("_low", "_high"))
     seconds = dict(zip(*curves["times/run"], strict=True))
-    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    figure = compare.make_figure(figsize=(7, 3.5), dpi=100)
     axis = figure.subplots()
     errors = np.subtract(scores, low), np.subtract(high, scores)
     axis.errorbar(steps, scores, errors, fmt="o-", color=BLUE, capsize=3)
@@ -108,7 +108,7 @@ def main() -> None:
     for name in ("demo", "smollm", "guess", "games"):
         if folders := getattr(args, name):
             runs = {label: read_metrics(file) for label, file in label_runs(folders).items()}
-            plots.plot_runs(runs, HERE / f"{name}.png")
+            compare.plot_runs(runs, HERE / f"{name}.png")
     for name in ("lora", "lora_smollm"):
         if folder := getattr(args, name):
             files = {rank: sorted(folder.glob(f"{rank}/seed=*/metrics.jsonl")) for rank in RANKS}
