@@ -13,6 +13,7 @@ from envs import make_env
 from envs.base import Env, Problem
 from recipes.reasoning_gym.reasoning import SplitQuestions
 from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
+from tests.helpers import slow
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -61,34 +62,22 @@ def env() -> Env:
     return make_env("reasoning_gym", datasets="leg_counting")
 
 
-def attack(env: Env, name: str) -> list[tuple[float, str]]:
-    """The return of each hostile answer. Fails where one of them is executed, or takes for ever."""
+@pytest.mark.parametrize("name", [*sorted(GRAMMARS), *slow(*sorted(DATASETS.keys() - GRAMMARS.keys()))])
+def test_no_code_is_executed_or_paid(env, name):
+    """Nor does any answer take for ever, or change the entry or the verifier."""
     (problem,) = questions(name, 1)
     entry = problem.answer
     verifier = type(entry.dataset).score_answer
     before = copy.deepcopy(entry)
-    returns = []
+    of_any_text = {"rush_hour": 0.01, "rubiks_cube": 1 / 3}  # what the library pays for it
+    most = of_any_text.get(name, 0.05) if name in GRAMMARS else 0.99
     for answer in CODE + ENDLESS:
         clock = time.process_time()
-        returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
-        assert time.process_time() - clock < SECONDS, (name, answer[:80])
-        assert CANARY not in os.environ, (name, answer)
+        assert env.score(problem, f"<answer>{answer}</answer>")["return"] <= most, answer[:80]
+        assert time.process_time() - clock < SECONDS, answer[:80]
+        assert CANARY not in os.environ, answer
         assert type(entry.dataset).score_answer is verifier
-        assert entry == before, (name, answer)
-    return returns
-
-
-@pytest.mark.parametrize("name", sorted(GRAMMARS))
-def test_no_code_reaches_a_verifier_that_would_execute_it(env, name):
-    returns = attack(env, name)
-    allowed = {"rush_hour": 0.01, "rubiks_cube": 1 / 3}  # what the library gives for any text
-    assert max(returns)[0] <= allowed.get(name, 0.05), max(returns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(DATASETS))
-def test_no_code_is_executed_or_paid_by_any_data_set(env, name):
-    assert max(attack(env, name))[0] < 1
+        assert entry == before, answer
 
 
 @pytest.mark.slow
