@@ -203,7 +203,7 @@ def test_sizes_that_pages_tell_are_those_of_the_files():
     sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py"))
     sizes += (num_lines(core / "minimal.py"),)
     (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
-    (of_book,) = re.findall(r"They have ([\d,]+) lines", read("README.md"))
+    (of_book,) = re.findall(r"They have ([\d,]+)\s+lines", read("README.md"))
     (of_minimal,) = re.findall(r"`core/minimal.py` first: (\d+) lines", read("README.md"))
     told = [*re.findall(r"\d[\d,]+", row), of_book, of_minimal]
     found = [int(number.replace(",", "")) for number in told]
