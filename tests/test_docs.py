@@ -1,6 +1,6 @@
-"""The pages agree with the code: the walk of CONTRIBUTING.md, links, file names, diffs.
+"""The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
 
-    python tests/test_docs.py    # writes the walk's line numbers of today into CONTRIBUTING.md
+    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
 
 What the script does not write, such as a dead link, is corrected by hand.
 """
@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,6 +27,7 @@ from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/README.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
+LOOP = re.compile(r"^```py\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
@@ -34,6 +36,12 @@ MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of
 def read(page: str) -> str:
     """Returns the text of a file of the tree."""
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def loop() -> str:
+    """Returns a step of `train` in core/minimal.py, from its rollouts to its updates."""
+    train = read("core/minimal.py").partition("\ndef train(")[2]
+    return textwrap.dedent(train[train.index("        # Rollouts:") : train.index("\n        _, approx_kl")])
 
 
 def line_of(file: str, name: str) -> int:
@@ -51,6 +59,10 @@ def walk() -> list[tuple[str, str, str]]:
 
 def test_the_front_page_is_short():
     assert len(read("README.md").splitlines()) <= 150
+
+
+def test_the_loop_is_quoted_as_it_is():
+    assert LOOP.findall(read("docs/grpo.md")) == [loop()], "python tests/test_docs.py writes it"
 
 
 def test_the_walk_has_the_lines_of_today():
@@ -245,7 +257,7 @@ def test_pinned_versions_are_those_of_the_requirements():
 
 
 def refresh() -> None:
-    """Writes the lines of today into the walk."""
+    """Writes the loop and the lines of today into the pages."""
 
     def today(stop: re.Match[str]) -> str:
         file, _, space, name = stop.groups()
@@ -253,6 +265,8 @@ def refresh() -> None:
 
     contributing = STOP.sub(today, read("CONTRIBUTING.md"))
     (ROOT / "CONTRIBUTING.md").write_text(contributing, encoding="utf-8")
+    page = LOOP.sub(lambda _: f"```py\n{loop()}```\n", read("docs/grpo.md"))
+    (ROOT / "docs" / "grpo.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
