@@ -70,7 +70,7 @@ def read_pair(row: RawRow, columns: dict[str, str]) -> Row:
     if not said:
         raise ValueError("it has no prompt: write a column prompt, or begin chosen and rejected with the same messages")
     if sides[0] == sides[1]:
-        raise LeftOut("equal replies")
+        raise LeftOut("with equal replies")
     said = [{**message, "weight": 0} if message["role"] == REPLY else message for message in as_messages(said, "user")]
     rest = {name: x for name, x in row.items() if name not in (*CONVERSATIONS, *PROMPTS, *names, prompt)}
     pair = [read_conversation(rest | {"prompt": said, "completion": side}) for side in sides]
