@@ -545,7 +545,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
         raise UserError(
-            f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
+            f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: name another one, "
+            "or download it again"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

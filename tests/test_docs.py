@@ -1,6 +1,6 @@
-"""The pages agree with the code: the walk of CONTRIBUTING.md, links, file names, diffs.
+"""The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
 
-    python tests/test_docs.py    # writes the walk's line numbers of today into CONTRIBUTING.md
+    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
 
 What the script does not write, such as a dead link, is corrected by hand.
 """
@@ -9,6 +9,7 @@ import importlib
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/README.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
+LOOP = re.compile(r"^```py\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 GONE = re.compile(r"\bbench/\w+\.py(?=[^`#]{0,80}(?:`|# )\s*of commit)")  # scripts that git has
@@ -32,6 +34,12 @@ MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of
 def read(page: str) -> str:
     """Returns the text of a file of the tree."""
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def loop() -> str:
+    """Returns a step of `train` in core/minimal.py, from its rollouts to its updates."""
+    train = read("core/minimal.py").partition("\ndef train(")[2]
+    return textwrap.dedent(train[train.index("        # Rollouts:") : train.index("\n        _, approx_kl")])
 
 
 def line_of(file: str, name: str) -> int:
@@ -49,6 +57,10 @@ def walk() -> list[tuple[str, str, str]]:
 
 def test_the_front_page_is_short():
     assert len(read("README.md").splitlines()) <= 150
+
+
+def test_the_loop_is_quoted_as_it_is():
+    assert LOOP.findall(read("docs/grpo.md")) == [loop()], "python tests/test_docs.py writes it"
 
 
 def test_the_walk_has_the_lines_of_today():
@@ -152,7 +164,7 @@ def test_sizes_that_pages_tell_are_those_of_the_files():
     sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py"))
     sizes += (num_lines(core / "minimal.py"),)
     (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
-    (of_book,) = re.findall(r"They have ([\d,]+) lines", read("README.md"))
+    (of_book,) = re.findall(r"They have ([\d,]+)\s+lines", read("README.md"))
     (of_minimal,) = re.findall(r"`core/minimal.py` first: (\d+) lines", read("README.md"))
     told = [*re.findall(r"\d[\d,]+", row), of_book, of_minimal]
     found = [int(number.replace(",", "")) for number in told]
@@ -194,7 +206,7 @@ def test_pinned_versions_are_those_of_the_requirements():
 
 
 def refresh() -> None:
-    """Writes the lines of today into the walk."""
+    """Writes the loop and the lines of today into the pages."""
 
     def today(stop: re.Match[str]) -> str:
         file, _, space, name = stop.groups()
@@ -202,6 +214,8 @@ def refresh() -> None:
 
     contributing = STOP.sub(today, read("CONTRIBUTING.md"))
     (ROOT / "CONTRIBUTING.md").write_text(contributing, encoding="utf-8")
+    page = LOOP.sub(lambda _: f"```py\n{loop()}```\n", read("docs/grpo.md"))
+    (ROOT / "docs" / "grpo.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

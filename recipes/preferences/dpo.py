@@ -115,7 +115,7 @@ class PairConfig(DataConfig):
         if not said:
             raise ValueError("it has no prompt: write a column prompt, or begin both replies with the same messages")
         if sides[0] == sides[1]:
-            raise LeftOut("equal replies")
+            raise LeftOut("with equal replies")
         prompt_messages = as_messages(said, "user")
         said = [message | {"weight": 0} if message["role"] == REPLY else message for message in prompt_messages]
         rest = {name: x for name, x in row.items() if name not in (*CONVERSATIONS, *PROMPTS, *names, prompt)}

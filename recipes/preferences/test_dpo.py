@@ -181,7 +181,7 @@ def test_replies_of_the_prompt_are_not_trained_and_both_sides_are_held_out(tmp_p
 def test_equal_replies_are_left_out_and_counted(tmp_path):
     rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "12"[i == 3]} for i in range(8)]
     data, _ = read_written(PairConfig(str(write_jsonl(tmp_path / "rows.jsonl", rows)), test_fraction=0.0))
-    assert "1 pair of 8 rows (left out: 7 equal replies)" in data.env.note
+    assert "1 pair of 8 rows (left out: 7 with equal replies)" in data.env.note
 
 
 REFUSED = {
