@@ -165,16 +165,6 @@ def run_command(script: str, options: Mapping[str, object], out: TextIO | None =
     subprocess.run(line, cwd=ROOT, check=True, stdout=out, stderr=out)
 
 
-def train(folder: Path, options: Mapping[str, object], command: str = "grpo") -> Path:
-    """Returns the last model of a run, which is made unless its log says that it has ended."""
-    log = folder.with_suffix(".log")
-    if not (log.is_file() and "\nmodel: " in log.read_text()):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as out:
-            run_command(f"core/{command}.py", {**options, "save_dir": folder}, out)
-    return max(folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
-
-
 def report(
     title: str,
     columns: Sequence[str],

@@ -59,7 +59,9 @@ class RewardFunction:
             self.form = "trl" if is_trl else "own"
 
     def check(self, row: RawRow, columns: KeyColumns, has_environments: bool) -> None:
-        """Raises UserError if it needs an argument that is neither the reply nor a column."""
+        """Raises UserError if it takes no argument, or needs one that is neither the reply nor a column."""
+        if not self.names:
+            raise UserError(f"{self.place} takes no arguments: give it the completion, and the columns that it reads")
         lists = [name for name in LISTS if name != "environments" or has_environments]
         verl = [name for name in FROM_ROW if name != "ground_truth" or ground_truth(row, columns) is not None]
         given = {
