@@ -4,8 +4,8 @@
     python core/grpo.py --config configs/one_chip.py --model_dir google/gemma-3-1b-it    # or Qwen/Qwen3-1.7B
     python core/grpo.py --config configs/one_chip.py --lora_rank 0 --lr 1e-6 --optimizer adafactor --grad_dtype bfloat16
 
-The last one trains all parameters. As many rows are sampled at a time as fit. A T4 has no bfloat16: --dtype is float32
-there by itself. Not run by us; memory was read from compiled programs: docs/lab/compiled.md#one-chip.
+The last one trains all parameters. As many rows are sampled at a time as fit. A T4 has no bfloat16, and
+as compiled, sampling does not fit on it. Not run by us; memory was read from compiled programs: docs/lab/compiled.md.
 """
 
 import os

@@ -141,8 +141,8 @@ def test_scores_of_readme_are_those_of_its_runs():
     told = [
         f"{min(before):.0f}-{max(before):.0f}% of the held-out problems before training and "
         f"{min(after):.0f}-{max(after):.0f}% after",
-        f"{100 * own[0].mean():.0f}% of them before training and {100 * own[1].mean():.0f}% after 40 steps, a change "
-        f"of {change['mean']:.0f} points [{change['low']:.0f}, {change['high']:.0f}]",
+        f"{100 * own[0].mean():.1f}% of them before training and {100 * own[1].mean():.1f}% after 40 steps, a change "
+        f"of {change['mean']:.1f} points [{change['low']:.1f}, {change['high']:.1f}]",
     ]
     page = " ".join(read("README.md").split())
     assert not [figure for figure in told if figure not in page]
