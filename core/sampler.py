@@ -35,7 +35,7 @@ from models import decoder
 from models.architecture import Decoder, Table, is_spec
 from models.distribution import MAX_SUPPORT, Distribution
 from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
-from models.pages import NOWHERE, Paging, copy_pages, new_state, paged_kernel
+from models.pages import Paging, new_state, paged_kernel
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.devices.sharding import Layout, single_device
@@ -294,8 +294,7 @@ class Scheduler:
         needed = -(-(lengths + np.minimum(rows.num_launched + self.sizes.steps, rows.limits)) // page)
         rows.lose(table.reserve(np.where(rows.is_sampling, needed, 0)))
         is_ready = rows.is_sampling & (rows.num_launched == rows.num_tokens)
-        admitted, jobs = [], []
-        may_yield = table.rows_that_may_yield(rows.is_sampling, ~(rows.is_sampling | rows.is_over))
+        jobs, may_yield = [], table.rows_that_may_yield(rows.is_sampling, ~(rows.is_sampling | rows.is_over))
         if any(table.may_admit(shard, may_yield) for shard in table.shards):
             steps, limit, ended = self.sizes.steps, self.sampler.max_new_tokens, self.sampler.paging.ended
             expected = expected_pages(table, lengths, np.where(rows.is_over, 0, rows.num_launched), steps, limit, ended)
@@ -304,39 +303,15 @@ class Scheduler:
             rows.num_cached[admitted] = table.num_shared[admitted] * page
             rows.num_recomputed[admitted] += np.maximum(0, rows.num_lost[admitted] - rows.num_cached[admitted])
             jobs = [make_job(self.model, rows, table, row, 0, table.num_shared[row] * page, True) for row in firsts]
-        if jobs and paged_kernel(self.model) == "plain":  # a program reads copies of pages from before its own results
+        if paged_kernel(self.model) == "plain":  # a program reads copies of pages from before its own results
             self.prefill(jobs)
             jobs = []
-        elif admitted and not self.model.delta:
-            jobs = self.compute_last_pages(admitted, jobs)
         num_known = lengths + rows.num_tokens
         behind = np.flatnonzero((table.slots >= 0) & is_ready & (rows.num_cached < num_known)).tolist()
         of_rows = [make_job(self.model, rows, table, row, rows.num_cached[row], num_known[row]) for row in behind]
         self.prefill(jobs + of_rows)
         rows.num_cached[behind] = num_known[behind]
         self.has_prefill = bool(behind)
-
-    def compute_last_pages(self, admitted: Sequence[int], jobs: list[PrefillJob]) -> list[PrefillJob]:
-        """Computes the page that a prompt fills in part for one of its rows, and copies it to the others.
-
-        Returns the jobs for pages that rows share if they are still to be computed.
-        """
-        rows, table, sources = self.rows, self.table, {}
-        of_prompts = list(zip(table.prompts[admitted], table.shard_of_row[admitted], strict=True))
-        for row, prompt in zip(admitted, of_prompts, strict=True):
-            sources.setdefault(prompt, row)
-        lengths = rows.prompt_lengths - 1
-        copies = [(sources[x], row) for row, x in zip(admitted, of_prompts, strict=True) if sources[x] != row]
-        copies = np.array([pair for pair in copies if rows.num_cached[pair[1]] < lengths[pair[1]]], int)
-        if not copies.size:
-            return jobs
-        firsts = np.unique(copies[:, 0])
-        self.prefill(jobs + [make_job(self.model, rows, table, x, rows.num_cached[x], lengths[x]) for x in firsts])
-        pages = table.table[table.slots[copies], table.num_shared[copies]].T
-        lanes, num_lanes = table.lanes(copies[:, 1], self.sizes.num_slots), self.sizes.num_slots
-        self.state = copy_pages(self.state, *self.layout.put([in_lanes(x, lanes, num_lanes, NOWHERE) for x in pages]))
-        rows.num_cached[copies.ravel()] = lengths[copies.ravel()]
-        return []
 
     def prefill(self, jobs: Sequence[PrefillJob]) -> None:
         """Computes the cache of tokens of several rows at once, in few shapes; shared prompts first."""

@@ -201,16 +201,6 @@ def write_pages(
     return pool.at[numbers, own % page].set(heads, mode="drop")
 
 
-@partial(jax.jit, donate_argnums=0)
-def copy_pages(state: list[Pool], sources: Int[Array, "R"], targets: Int[Array, "R"]) -> list[Pool]:
-    """Returns the state of a model without linear attention in which pages are copied; NOWHERE is dropped."""
-
-    def copy(pool: Pool, sources: Array, targets: Array) -> Pool:
-        return jax.tree.map(lambda x: x.at[targets].set(x.at[sources].get(mode="clip"), mode="drop"), pool)
-
-    return [on_shards(copy, pool, sources, targets) for pool in state]
-
-
 def page_attention(
     q: RowHeads,
     k: KeyHeads,

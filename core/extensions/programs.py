@@ -24,7 +24,7 @@ from models.architecture import Decoder
 from models.checkpoint import layer_rows, take_layer
 from models.names import ADAPTERS, LAYERS, Policy
 from models.packing import Packing, pack_rows
-from models.pages import Pages, copy_pages, new_state, paged_kernel
+from models.pages import Pages, new_state
 from models.state import TrainState
 from utils.batching import MicrobatchShape, empty_rows
 from utils.devices.compilation import Programs, shapes_of
@@ -59,8 +59,6 @@ def page_programs(sampler: Sampler, params: PyTree, num_rows: int = 1) -> Progra
     def pages_of(num_rows: int, width: int) -> Pages:
         return Pages(row_shape(layout, num_rows, width), *[row_shape(layout, num_rows)] * 3)
 
-    if paged_kernel(model) != "plain" and not model.delta:
-        state = yield copy_pages, (state, *[row_shape(layout, sizes.num_slots)] * 2)
     settings = model, sampler.distribution, sizes.steps, sampler.stop_ids if model.delta else ()
     for width in sizes.widths:
         for num_rows, num_tokens in sizes.chunks:
