@@ -117,7 +117,7 @@ def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, sk
         return f"{location} is malformed: {error}. Correct it, {skip}"
     columns = ", ".join(map(repr, row))[:200]
     prompt, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    reward = "" if answer else " (a --reward needs no answer)"
+    reward = "" if answer else " (with a --reward, or an --episode that has get_reward or step, rows need no answer)"
     names = f"prompt={prompt or 'COLUMN'},answer={answer or 'COLUMN'}{reward}"
     name_them = f"the environment dataset takes their names by --env_options {names}"
     return f"{location} has no column {error}, only {columns}: {name_them}. Name them, correct the row, {skip}"

@@ -52,7 +52,10 @@ class RewardFunction:
             self.form = "trl" if is_trl else "own"
 
     def check(self, row: RawRow, has_environments: bool) -> None:
-        """Raises UserError if it needs an argument that is neither the reply nor a column."""
+        """Raises UserError if it takes no argument, or needs one that is neither the reply nor a column."""
+        place = describe_function(self.function)
+        if not self.names:
+            raise UserError(f"{place} takes no arguments: give it the completion, and the columns that it reads")
         lists = [name for name in LISTS if name != "environments" or has_environments]
         verl = [name for name in FROM_ROW if name != "ground_truth" or self.ground_truth(row) is not None]
         given = {
@@ -71,7 +74,6 @@ class RewardFunction:
         }
         names = ", ".join(map(repr, row))[:200]
         remedy = remedies.get(unknown[0]) or remedies.get(unknown[0].removesuffix("s"), "")
-        place = describe_function(self.function)
         raise UserError(f"{place} needs {unknown[0]!r}, which is not a column; there are {names}{remedy}")
 
     def grade(self, plays: Sequence[Played], row: RawRow) -> list[Parts]:
