@@ -552,7 +552,6 @@ def test_text_options_are_listed_by_whether_they_run_code():
     """Another one is to be decided: those that run code belong into CODE."""
     names = "answer bin corpus data_dir data_set datasets dialect expression form hub_split messages mixture operators"
     names += " opponent path problems prompt questions reward_weights split subjects_file test_hub_split test_path"
-    names += " words"
     parameters = {x for name in ENVS for x in inspect.signature(find_class(name)[0]).parameters.values()}
     assert {x.name for x in parameters if isinstance(x.default, str)} == {*names.split(), *CODE}
 

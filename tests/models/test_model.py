@@ -247,7 +247,8 @@ def test_kernels_are_chosen_by_device_and_heads():
 
 def test_products_are_of_bfloat16_where_the_device_has_it(monkeypatch):
     found = {}
-    for platform, capability in (("cpu", ""), ("gpu", "7.5"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", "")):
+    devices = ("cpu", ""), ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", "")
+    for platform, capability in devices:
         device = SimpleNamespace(platform=platform, compute_capability=capability)
         # A device that is not here.
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])

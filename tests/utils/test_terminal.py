@@ -11,7 +11,7 @@ import pytest
 
 from core.rollout import evaluate_held_out
 from tests.helpers import ROOT
-from utils.metrics.terminal import Wait, main_terminal
+from utils.metrics.terminal import COMPILED, Terminal, Wait, main_terminal
 
 WAITS = """
 import sys, time
@@ -52,6 +52,13 @@ def test_an_evaluation_in_the_middle_of_a_run_says_what_it_is():
     config = SimpleNamespace(num_eval_tasks=1, num_eval_samples=1)
     with pytest.raises(KeyError, match="'held-out problems'"):
         evaluate_held_out({"test_env": worker}, {}, config, 0)
+
+
+def test_a_compilation_ends_by_its_own_event():
+    state = SimpleNamespace(waits=[Wait("sampling")], compiling="decode", num_programs=1)
+    for event, compiling, seconds in (("/jax/other", "decode", 0.0), (COMPILED, None, 2.0)):
+        Terminal.on_compilation(state, event, 2.0)
+        assert (state.compiling, state.waits[0].compile_seconds) == (compiling, seconds)
 
 
 def read_until_closed(terminal: int) -> str:
