@@ -56,7 +56,12 @@ ARROWS = (  # path, label and its middle
     ("M767 38 v-14 H117 v10", "prompts", 442, 18),
 )
 PHASES = (("rollouts", 160), ("policy improvement", 188))
-ROLLOUTS = 'document.getElementById("rollouts-title").scrollIntoView();'
+ROLLOUTS = """
+const group = document.getElementById("group");
+group.value = "7";  // a problem that takes a longer search after training
+group.dispatchEvent(new Event("input", { bubbles: true }));
+document.getElementById("rollouts-title").scrollIntoView();
+"""
 
 
 def photograph(run: Path, out: Path) -> None:
