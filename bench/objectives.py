@@ -29,7 +29,7 @@ from bench.ab import compare, describe_origin
 from bench.common import ROOT, Figure, report, run_command
 from envs import make_env
 from envs.settings import parse_options
-from extras.plots import make_figure
+from extras.compare import make_figure
 from utils.metrics.curves import COLORS, WINDOW, Curves, read_metrics, running_mean
 
 PRESETS = (

@@ -23,8 +23,7 @@ from core.chains.turns import Conversations, Record, form_of
 from core.records import Completions
 from core.sampler import Next, Sampler, Scheduler, Stops, Turn
 from envs.base import Problem, Reply, Step
-from envs.scoring.patience import HURRY, Patience
-from envs.scoring.scorer import GradedReplies
+from envs.scoring.scorer import NO_WAIT, GradedReplies, WaitForMore
 from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.host import AgentHost, AgentJob
@@ -206,12 +205,12 @@ class AgentConversations(Conversations):
             self.host.answer(row, self.asked[row], sampled._replace(reply=reply, is_thinking=is_thinking))
         self.unasked -= rows
 
-    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Asked | Rewards | Failure]:
+    def ask(self, rows: Set[int], num_needed: int, more: WaitForMore = NO_WAIT) -> dict[int, Asked | Rewards | Failure]:
         self.send(rows & self.unasked)
-        return self.host.take(rows, num_needed, patience)
+        return self.host.take(rows, num_needed, more)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Next]:
-        outcomes = self.ask(rows, int(is_blocking), patience)
+    def observe(self, rows: Set[int], is_blocking: bool, more: WaitForMore = NO_WAIT) -> dict[int, Next]:
+        outcomes = self.ask(rows, int(is_blocking), more)
         found = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: following for row, following in found.items() if following is not None}
 
