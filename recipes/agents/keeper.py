@@ -195,11 +195,15 @@ def run(task: Task, program: str | Function, outputs: Sequence[int]) -> NoReturn
         os.execve("/bin/sh", ["sh", "-c", program], dict(task.variables))
     try:
         result = call(program, task.variables)
+        if not (result is None or isinstance(result, Mapping) or hasattr(result, "__float__")):
+            raise TypeError(f"it returned {result!r}: return a number, or a dict of numbers")
         print(json.dumps(result if result is None or isinstance(result, Mapping) else float(result)), flush=True)
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 (the user's function)
+        from envs.scoring.worker import describe_failure  # with the line of the user's file
+
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(describe_failure(error), file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -210,6 +214,9 @@ def call(function: Function, variables: Mapping[str, str]) -> object:
     known = {**row, "row": row, "seed": int(variables["SEED"]), "sampling": {}, **own}
     parameters = inspect.signature(function).parameters.values()
     named = {parameter.name: known[parameter.name] for parameter in parameters if parameter.name in known}
+    needed = [x for x in parameters if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    if missing := [x.name for x in needed if x.name not in known]:
+        raise TypeError(f"it needs {missing[0]!r}, which is not a column: there are {', '.join(map(repr, row))}")
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     result = function(**({**row, **named} if takes_all else named))
     result = asyncio.run(result) if isinstance(result, Coroutine) else result
