@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree
 
 from core.config import Config
+from core.extensions.programs import outputs_program, zero_batch
 from core.learner import Learner, Update
 from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
@@ -32,6 +33,7 @@ from models.packing import Packing
 from models.state import TrainState
 from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
+from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, counted
 from utils.settings.groups import BETAS, SAMPLED, SELF, SIBLING
@@ -421,3 +423,17 @@ def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
 def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
     """Returns the shape of the copy in another layout that an update on TPU makes of a teacher's head, or None."""
     return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on(model, "tpu") else None
+
+
+def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
+    """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
+    policy, teacher = learner.teaching_policy(state), learner.teacher
+    for shape in teacher.shapes_without_gradients:
+        batch, packing = zero_batch(teacher, shape)
+        batch = replace(batch, support=None, routes=None, extras={})
+        if isinstance(teacher, StateLearner):
+            yield hidden_states, (teacher.model, policy, batch.tokens, packing)
+        else:
+            yield outputs_program(teacher, policy, batch, packing)
+    if kept := state.extra.get(TEACHER):
+        yield move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
