@@ -93,22 +93,6 @@ def mistake(line: str, capsys, settings: type = Composed) -> str:
     return message
 
 
-def test_names_are_unique_and_groups_hold_options_only():
-    @dataclass(frozen=True)
-    class Twice:
-        first: Sampling = group(Sampling)
-        second: Copies = group(Copies)
-
-    @dataclass(frozen=True)
-    class Listed:
-        names: tuple[str, ...] = ()
-
-    with pytest.raises(AssertionError, match="--temperature is an option of both first and second"):
-        parse(Twice, [])
-    with pytest.raises(AssertionError, match="names: an option is a bool, int, float or str"):
-        parse(Listed, [])
-
-
 @both
 def test_settings_are_made_and_changed_by_flat_names(settings):
     config = make_config(settings, temperature=0.5, ckpt_dir="x")

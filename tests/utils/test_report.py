@@ -687,20 +687,6 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
     page.check()
 
 
-def test_page_of_40_steps_is_light_and_names_its_source(chromium, tmp_path):
-    rows = [colored_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
-    run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
-    origin = {"host": "<b>here", "end": None, "seconds": 7400}
-    (run / "config.json").write_text(json.dumps({"lr": 1.0, "run": origin}))
-    page = Page(chromium, [run], tmp_path / "report.html")
-    assert page.seconds < 2
-    assert (tmp_path / "report.html").stat().st_size < 2e6
-    assert page.texts("#origin tr") == ["host<b>here", "endnot yet, or it was killed", "total time2 h 3 min"]
-    assert "loads itself again" in page.texts("#live")[0]
-    assert page.texts("#settings th") == ["lr"]
-    page.check()
-
-
 HURRY = """{
     const [every, now] = [setInterval, Date.now];
     sessionStorage.loads = 1 + Number(sessionStorage.loads ?? 0);
