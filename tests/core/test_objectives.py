@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages
 from core.config import Config
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import OBJECTIVES, LossConfig, policy_loss, set_loss_denominators
+from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from core.terms.critic import value_loss
 from core.terms.ratios import LOG_RATIOS, reduce_metrics
@@ -464,23 +462,6 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
         assert not found.advantages[found.rollout < 4].any()
         assert found.advantages[found.rollout >= 4].any()
         assert "; A = mine" in describe_objective(config)
-
-
-def test_a_loss_of_ones_own_reads_its_options(monkeypatch):
-    read = []
-
-    def mine(logprobs, batch, config: LossConfig):
-        read.append((config.clip_epsilon, config.clip_epsilon_high, config.dual_clip, config.kl_coef))
-        low, high = config.clip_range
-        return (high - low) * -jnp.sign(batch.advantages) * logprobs, jnp.zeros(logprobs.shape, bool)
-
-    # A loss of a user.
-    monkeypatch.setitem(OBJECTIVES, "reinforce", jaxtyped(mine, typechecker=beartype))
-    config = objective_of(objective="reinforce", clip_epsilon=0.25, dual_clip=3.0, entropy_coef=0.0)
-    batch = set_loss_denominators(credited(ObjectiveConfig(), seed=1)[0], ROLLOUTS, LIMIT, config.policy)
-    grad, _ = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch, config)
-    assert_close(grad, -0.5 * np.sign(batch.advantages) / batch.mask.sum(), B * T)
-    assert read == [(0.25, 0.25, 3.0, None)]
 
 
 # The value loss
