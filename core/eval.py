@@ -271,7 +271,7 @@ def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Ep
                 "reference": json_value(answer),
                 "completions": [sample(env, episodes, i) for i in rollouts],
             }
-            lines.write(json.dumps(record, default=str) + "\n")
+            lines.write(json.dumps(record, default=str, skipkeys=True) + "\n")
 
 
 def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
