@@ -140,7 +140,7 @@ def ward(task: Task, program: str | Function, reports: int, keeper: int) -> NoRe
         status = os.waitstatus_to_exitcode(code) if ended else None
         if time.monotonic() > deadline:
             over = OVER_TIME
-        elif tree_memory(os.getpid()) > task.num_bytes:
+        elif tree_memory(os.getpid(), task.num_bytes) > task.num_bytes:
             over = OVER_MEMORY
     if status is None:
         send_signal(child, signal.SIGKILL)
