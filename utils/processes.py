@@ -41,7 +41,6 @@ MEMORY_INTERVAL = 0.25  # seconds between two looks at the memory: a process fil
 OVER_MEMORY = 119  # exit code of a keeper whose worker exceeded the limit; programs hardly use it
 CLOSING = 1.0  # seconds in which a worker may end by itself, to close what its environment holds
 SENDING = 5.0  # seconds in which a worker must take a request: it is idle, so it reads at once unless it is stuck
-PAGE = resource.getpagesize()
 MAX_ROUNDS = 100  # searches for processes that are started while others are stopped, so that a fork bomb ends them
 # A scheduler sends these to each process of a job. They are for the run, which ends its lanes when it has saved.
 SCHEDULED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -159,7 +158,7 @@ def guard(end: socket.socket, max_memory: int, is_over: threading.Event) -> None
     hangup = select.poll()
     hangup.register(end, 0)
     while not hangup.poll(1000 * MEMORY_INTERVAL):
-        if tree_memory(os.getpid(), max_memory) > max_memory:
+        if tree_memory(os.getpid()) > max_memory:
             is_over.set()
             break
     else:
@@ -267,19 +266,13 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def tree_memory(pid: int, limit: int = 0) -> int:
+def tree_memory(pid: int) -> int:
     """Returns the bytes in memory of a process and its descendants, shared memory too; 0 if there is no /proc.
 
-    A page is divided by the number of processes that share it. Resident pages take a twentieth of the time: they are
-    counted first, and returned if they are fewer than `limit`.
+    A page is divided by the number of processes that share it.
     """
-    tree, pages, total = (pid, *descendant_pids(pid)), 0, 0
-    for each in tree:
-        with contextlib.suppress(OSError):
-            pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
-    if pages * PAGE < limit:
-        return pages * PAGE
-    for each in tree:
+    total = 0
+    for each in (pid, *descendant_pids(pid)):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
             total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -1,16 +1,17 @@
-"""What the endpoint reads from the tokenizer and its chat template: prompts, texts of tokens, names of speakers."""
+"""What the endpoint asks of a chat template: prompts, signs of forged turns, joints of parts."""
 
-import codecs
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from envs.base import Problem
 from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
+
+remark = cache(print)  # prints a line once
 
 
 def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
@@ -26,12 +27,6 @@ def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
                 remark("the chat template shows no names of messages: they are left out")
             return ids
     return tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
-
-
-@lru_cache
-def remark(text: str) -> None:
-    """Prints a line once."""
-    print(text, flush=True)
 
 
 def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
@@ -60,29 +55,3 @@ def joint_of_parts(tokenizer: Tokenizer, _template: str) -> str:
         if is_shown and is_next and "'" not in between and '"' not in between:
             return between
     return "\n"
-
-
-def token_bytes(tokenizer: Tokenizer, number: int) -> bytes:
-    """Returns the bytes of a token's text; none for an id that only pads the vocabulary."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    token = tokenizer.hf.convert_ids_to_tokens(number)
-    if token is None or token in tokenizer.added_ids:
-        return (token or "").encode()
-    if "ByteLevel" in str(tokenizer.hf.backend_tokenizer.decoder):
-        byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
-        return bytes(byte_of[char] for char in token)
-    if token.startswith("<0x") and len(token) == 6:
-        return bytes([int(token[3:5], 16)])
-    return token.replace("\u2581", " ").encode()
-
-
-def texts_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[str]:
-    """Returns the text of each token; they make `text` together. A character is of the token that completes it."""
-    decoder, special = codecs.getincrementaldecoder("utf-8")("replace"), {*tokenizer.special_ids.values()}
-    texts = [decoder.decode(b"" if i in special else token_bytes(tokenizer, i)) for i in ids]
-    if texts:
-        texts[-1] += decoder.decode(b"", final=True)
-        if texts[0].startswith(" ") and text and not text.startswith(" "):
-            texts[0] = texts[0][1:]  # SentencePiece begins a text with a blank
-    return texts

@@ -30,7 +30,7 @@ from envs.tools.calls import CallError, parse_call
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
-from recipes.agents.rollouts import check_forged
+from recipes.agents.texts import check_forged
 from tests import other_trainers
 from tests.helpers import ROOT, reading_script, slow
 from utils.devices.sharding import single_device
