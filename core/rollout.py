@@ -20,7 +20,7 @@ from core.chains.replies import Replies
 from core.records import Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem
-from envs.prompts import find_tasks
+from envs.prompts import Tasks, find_tasks
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_truncation_penalty, reward_names
 from envs.scoring.trial import try_rewards
@@ -102,12 +102,7 @@ class RolloutWorker:
         return min(suggested or self.num_tasks, self.num_tasks)
 
     def play(
-        self,
-        weights: Weights,
-        tasks: Int[np.ndarray, "N"],
-        num_samples: int,
-        key: Key,
-        positions: Int[np.ndarray, "N"] | None = None,
+        self, weights: Weights, tasks: Tasks, num_samples: int, key: Key, positions: Tasks | None = None
     ) -> Episodes:
         """Samples `num_samples` completions of each task and grades them; results do not depend on the slots.
 
@@ -184,11 +179,9 @@ def make_worker(
 
     Raises: UserError if no prompt is short enough.
     """
-    env = settings.env
-    encode = partial(encode_prompt, tokenizer)
-    sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    chained = attach(sampler, settings, encode)
-    limit, room = sampler.max_prompt_tokens, ""
+    env, encode = settings.env, partial(encode_prompt, tokenizer)
+    chained = attach(make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens), settings, encode)
+    limit, room = chained.sampler.max_prompt_tokens, ""
     if limit < sampling.prompt_length:
         room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"
     remedy = "lower --num_generation_tokens" if room else "raise --prompt_length"
@@ -208,12 +201,10 @@ def make_worker(
         env=env,
         name=settings.label,
         tokenizer=tokenizer,
-        sampler=chained.sampler,
         scorer=scorer,
         layout=layout,
         fitting_ids=tasks,
-        make_replies=chained.make_replies,
-        notes=chained.notes,
+        **chained._asdict(),
     )
 
 
@@ -228,7 +219,7 @@ def evaluate(
     tasks = np.arange(worker.num_eval_tasks(num_tasks))
     episodes = worker.play(worker.load_weights(params), tasks, num_samples, make_key(seed))
     scores = {name: x.reshape(len(tasks), num_samples) for name, x in episodes.scores.items()}
-    votes = [worker.env.vote(text) for text in episodes.texts]
+    votes = [worker.env.vote(text) for text in episodes.texts] if num_samples > 1 else []
     estimates = task_estimates(scores, votes)
     metrics = {"num_tasks": len(tasks), "num_samples": num_samples}
     for name, x in estimates.items():

@@ -190,6 +190,26 @@ class Sampler:
         settings = self.max_new_tokens, self.tokens_per_turn, self.segment
         return page_sizes(self.paging, self.model, self.layout, num_rows, longest_prompt, *settings)
 
+    def ends_of(
+        self,
+        rows: Rows,
+        drawn: Int[np.ndarray, "R"],
+        starts: Int[np.ndarray, "R"],
+        counts: Int[np.ndarray, "R"],
+        tokens: Int[np.ndarray, "R s"],
+    ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
+        """Returns how many of the new tokens belong to a reply, and True if the last of them ends it."""
+        is_stop = np.isin(tokens, self.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
+        has_stop = is_stop.any(axis=1)
+        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
+        for i, row in enumerate(drawn.tolist() if self.stop_strings or rows.stops else ()):
+            before = rows.tokens[row, rows.starts[row] : starts[i]]
+            reply = np.append(before, tokens[i, : counts[i]])
+            end = self.reply_end(reply, len(before), len(reply), rows.stops.get(row, NO_STOPS))
+            if end:
+                counts[i], has_stop[i] = end - len(before), True
+        return counts, has_stop
+
     def reply_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int, stops: Stops = NO_STOPS) -> int | None:
         """Returns the reply's length if these columns hold a stop token or complete a stop string; None if not."""
         strings = *self.stop_strings, *stops.strings
@@ -230,12 +250,9 @@ class Scheduler:
         """`keys` of a prompt are adjacent; `first_row`: number of the first row in the call."""
         self.sampler, self.model, self.layout, self.weights = sampler, sampler.model, sampler.layout, weights
         model, layout, self.keys, self.first_row = sampler.model, sampler.layout, keys.copy(), first_row
-        support_size = sampler.distribution.support_size(model.vocab_size)
-        self.rows = Rows(model, prompts, len(keys), sampler.max_new_tokens, support_size)
+        self.rows = Rows(model, prompts, len(keys), sampler.max_new_tokens, sampler.distribution)
         self.rows.limits[:] = self.limit_from(0) - sampler.force_answer_at
         self.was_forced = np.full(len(keys), not sampler.force_answer_at)
-        self.stops: dict[int, Stops] = {}  # of rows that have their own
-        self.distributions: dict[int, Distribution] = {}
         sizes = self.sizes = sampler.sizes(len(keys), int(self.rows.prompt_lengths.max()))
         num_shards = layout.row_shards
         self.table = PageTable(
@@ -245,13 +262,13 @@ class Scheduler:
             width=sizes.width,
             page=sizes.page,
             prompts=np.repeat(np.arange(len(prompts)), len(keys) // len(prompts)),
-            num_shared=self.num_shared(self.rows.prompt_lengths),
+            prompt_lengths=self.rows.prompt_lengths,
+            shares=not model.delta,
         )
         self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
         self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
         # On a CPU, tokens after the end of a reply would cost time. A DeltaNet state cannot go back to that end.
         self.is_ahead = not (layout.is_cpu or model.delta)
-        self.was_idle = np.zeros(len(keys), bool)  # rows that waited when the last segment was launched
         self.has_prefill, self.clock = False, perf_counter()  # before the next segment
 
     def run(self, cancelled: Event) -> Completions:
@@ -275,14 +292,14 @@ class Scheduler:
         rows, table, page = self.rows, self.table, self.sizes.page
         lengths = rows.prompt_lengths - 1
         needed = -(-(lengths + np.minimum(rows.num_launched + self.sizes.steps, rows.limits)) // page)
-        self.lose(table.reserve(np.where(rows.is_sampling, needed, 0)))
+        rows.lose(table.reserve(np.where(rows.is_sampling, needed, 0)))
         is_ready = rows.is_sampling & (rows.num_launched == rows.num_tokens)
-        jobs, may_yield = [], self.rows_that_may_yield()
+        jobs, may_yield = [], table.rows_that_may_yield(rows.is_sampling, ~(rows.is_sampling | rows.is_over))
         if any(table.may_admit(shard, may_yield) for shard in table.shards):
             steps, limit, ended = self.sizes.steps, self.sampler.max_new_tokens, self.sampler.paging.ended
             expected = expected_pages(table, lengths, np.where(rows.is_over, 0, rows.num_launched), steps, limit, ended)
             admitted, firsts, aside = table.admit(is_ready, may_yield, needed, expected)
-            self.lose(aside)
+            rows.lose(aside)
             rows.num_cached[admitted] = table.num_shared[admitted] * page
             rows.num_recomputed[admitted] += np.maximum(0, rows.num_lost[admitted] - rows.num_cached[admitted])
             jobs = [make_job(self.model, rows, table, row, 0, table.num_shared[row] * page, True) for row in firsts]
@@ -295,20 +312,6 @@ class Scheduler:
         self.prefill(jobs + of_rows)
         rows.num_cached[behind] = num_known[behind]
         self.has_prefill = bool(behind)
-
-    def lose(self, aside: Sequence[int]) -> None:
-        """Forgets the cache of rows that were put aside: it is computed again from their tokens."""
-        self.rows.num_lost[aside], self.rows.num_cached[aside] = self.rows.num_cached[aside], 0
-
-    def rows_that_may_yield(self) -> Bool[np.ndarray, "B"]:
-        """Returns rows that have waited for a segment for what follows, or wait while nothing is sampled."""
-        was_idle, self.was_idle = self.was_idle, ~(self.rows.is_sampling | self.rows.is_over)
-        shards, is_sampled = self.table.shard_of_row, (self.table.slots >= 0) & self.rows.is_sampling
-        return self.was_idle & (was_idle | ~np.isin(shards, shards[is_sampled]))
-
-    def num_shared(self, prompt_lengths: Int[np.ndarray, "*R"]) -> Int[np.ndarray, "*R"]:
-        """Returns the pages that prompts fill. A state of linear attention is a row's own, with its prompt."""
-        return np.where(self.model.delta is None, np.maximum(0, prompt_lengths - 1) // self.sizes.page, 0)
 
     def prefill(self, jobs: Sequence[PrefillJob]) -> None:
         """Computes the cache of tokens of several rows at once, in few shapes; shared prompts first."""
@@ -336,9 +339,9 @@ class Scheduler:
             pages_in_use=1 - num_free / self.sizes.num_pages,
         )
         drawing = drawing[np.argsort(rows.num_launched[drawing], kind="stable")]  # long rows read more pages
-        own = [self.distributions.get(row, self.sampler.distribution) for row in drawing.tolist()]
+        own = [rows.distributions.get(row, self.sampler.distribution) for row in drawing.tolist()]
         for distribution in dict.fromkeys(own):
-            part = drawing[[each == distribution for each in own]] if self.distributions else drawing
+            part = drawing[[each == distribution for each in own]] if rows.distributions else drawing
             ranks, num_shards = table.ranks(part), len(table.shards)
             num_lanes = self.sizes.num_lanes((ranks.max() + 1) * num_shards)
             numbers = ranks // (num_lanes // num_shards)
@@ -379,32 +382,13 @@ class Scheduler:
         if not len(drawn):
             return
         results = [x[lanes] for x in results]
-        counts, has_stop = self.ends_of(drawn, starts, counts, results[0])
+        counts, has_stop = self.sampler.ends_of(rows, drawn, starts, counts, results[0])
         rows.add(drawn, starts, counts, results)
         rows.slot_steps[drawn] += segment.columns[0].size / len(drawn)
         has_ended = has_stop | (rows.num_tokens[drawn] == rows.limits[drawn])
         for row, is_stop in zip(drawn[has_ended].tolist(), has_stop[has_ended].tolist(), strict=True):
             rows.take_back(row, int(rows.num_tokens[row]))
             self.end_reply(row, is_stop)
-
-    def ends_of(
-        self,
-        drawn: Int[np.ndarray, "R"],
-        starts: Int[np.ndarray, "R"],
-        counts: Int[np.ndarray, "R"],
-        tokens: Int[np.ndarray, "R s"],
-    ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
-        """Returns how many of the new tokens belong to a reply, and True if the last of them ends it."""
-        is_stop = np.isin(tokens, self.sampler.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
-        has_stop = is_stop.any(axis=1)
-        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
-        for i, row in enumerate(drawn.tolist() if self.sampler.stop_strings or self.stops else ()):
-            before = self.rows.tokens[row, self.rows.starts[row] : starts[i]]
-            reply = np.append(before, tokens[i, : counts[i]])
-            end = self.sampler.reply_end(reply, len(before), len(reply), self.stops.get(row, NO_STOPS))
-            if end:
-                counts[i], has_stop[i] = end - len(before), True
-        return counts, has_stop
 
     def end_reply(self, row: int, has_stop: bool) -> None:
         """Takes a row whose reply has ended, with a stop or at its limit, to what follows."""
@@ -442,11 +426,7 @@ class Scheduler:
         else:
             rows.append(row, following.tokens)
             rows.num_observed[row] += len(following.tokens)
-        rows.starts[row], rows.is_sampling[row] = rows.num_tokens[row], True
-        rows.limits[row] = self.limit_from(int(rows.starts[row]), following.limit)
-        for own, value in (self.stops, following.stops), (self.distributions, following.distribution):
-            own.pop(row, None)
-            own.update({row: value} if value else {})
+        rows.begin_reply(row, self.limit_from(int(rows.num_tokens[row]), following.limit), following)
 
     def limit_from(self, start: int, num_tokens: int = 0) -> int:
         """Returns the column before which a reply ends that begins at this one."""
@@ -455,14 +435,9 @@ class Scheduler:
 
     def begin(self, row: int, prompt: list[int], key: UInt32[np.ndarray, "2"] | None) -> None:
         """Gives a row its prompt; what it held is forgotten. Rows with equal prompts share pages."""
-        table = self.table
-        if table.slots[row] >= 0:
-            table.leave(row)
-            table.shards[table.shard_of_row[row]].waiting.append(row)
-        same = (i for i, other in enumerate(self.rows.prompts) if other == prompt)
-        table.prompts[row] = table.prompts[next(same)] if prompt in self.rows.prompts else table.prompts.max() + 1
+        same = self.rows.prompts.index(prompt) if prompt in self.rows.prompts else None
+        self.table.begin(row, same, len(prompt))
         self.rows.restart(row, prompt)
-        table.num_shared[row] = self.num_shared(np.array(len(prompt)))
         if key is not None:
             self.keys[row] = key
 
@@ -506,13 +481,8 @@ class Scheduler:
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the keys of `num_samples` samples of each prompt; keys of a prompt are adjacent."""
-    samples = np.tile(np.arange(num_samples), len(positions))
-    return row_keys(key, np.repeat(np.asarray(positions), num_samples), samples)
-
-
-def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"]) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the key of each row, fold_in(fold_in(key, id), sample), as plain numbers."""
+    """Returns the keys fold_in(fold_in(key, position), sample), as plain numbers; keys of a prompt are adjacent."""
+    ids, samples = np.repeat(np.asarray(positions), num_samples), np.tile(np.arange(num_samples), len(positions))
     words = tuple(np.asarray(jax.random.key_data(key)))
     return np.stack(threefry(threefry(words, ids), samples), axis=1)
 

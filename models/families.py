@@ -1,8 +1,9 @@
-"""Families of models: the config.json of each as fields of Decoder, and back.
+"""Families of models: the config.json of each as fields of Decoder.
 
 To add one: write a row of FAMILIES if its fields differ, and a function of models/decoder.py if its computation does.
 """
 
+import json
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,19 +44,13 @@ UNREAD = (  # tensors of images, and of the prediction of several tokens at once
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
 
 
-def write_full(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a model without windows."""
-    return {"attention_bias": False, "hidden_act": model.hidden_act, "use_sliding_window": False}
-
-
 class Family(NamedTuple):
-    """A class of transformers: the fields of Decoder that all its models have, and those to read and write."""
+    """A class of transformers: the fields of Decoder that all its models have, and those to read."""
 
     model_type: str
     fields: dict[str, bool | float | str]
     defaults: dict[str, bool | float]  # defaults of its config.json that differ from DEFAULTS
     read: Callable[[Fields], dict[str, Any]] = lambda fields: {}  # further fields of Decoder
-    write: Callable[[Decoder], dict[str, Any]] = write_full  # further fields of config.json
     kinds: tuple[str, ...] = (FULL,)  # kinds of layers that config.json may name
 
 
@@ -65,12 +60,6 @@ def read_smollm3(fields: Fields) -> dict[str, Any]:
     numbers = range(1, fields["num_hidden_layers"] + 1)
     has_rope = fields.get("no_rope_layers") or [int(i % interval != 0) for i in numbers]
     return {"layer_types": tuple(FULL if rope else NO_ROPE for rope in has_rope)}
-
-
-def write_smollm3(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a SmolLM3."""
-    has_rope = [int(kind != NO_ROPE) for kind in model.kinds]
-    return write_full(model) | {"mlp_bias": False, "no_rope_layers": has_rope}
 
 
 def layer_types(fields: Fields, other: str, interval: int) -> tuple[str, ...]:
@@ -85,11 +74,6 @@ def read_windows(fields: Fields, interval: int) -> dict[str, Any]:
     return {"layer_types": types, "sliding_window": fields.get("sliding_window", 4096)}
 
 
-def write_windows(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a model with windows."""
-    return {"attention_bias": False, "layer_types": list(model.kinds), "sliding_window": model.sliding_window}
-
-
 def read_gemma3(fields: Fields) -> dict[str, Any]:
     """Returns windows, wavelengths of layers with a window, and the scale of attention."""
     block = rope_block(fields, SLIDING)
@@ -99,36 +83,13 @@ def read_gemma3(fields: Fields) -> dict[str, Any]:
     return windows | {"local_rope_theta": float(theta), "attention_scale": scale}
 
 
-def write_gemma3(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a Gemma 3."""
-    scalar = model.attention_scale**-2
-    return write_windows(model) | {
-        "hidden_activation": model.hidden_act,
-        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
-        "rope_local_base_freq": model.local_rope_theta,
-    }
-
-
 def read_olmo3(fields: Fields) -> dict[str, Any]:
     """Returns windows, and wavelengths of layers with a window, which are not scaled."""
     theta = rope_block(fields, SLIDING).get("rope_theta", fields.get("rope_theta", 500_000))
     return read_windows(fields, 4) | {"local_rope_theta": float(theta)}
 
 
-def write_olmo3(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of an OLMo 3."""
-    full = {"rope_type": "default", "rope_theta": model.rope_theta} | write_scaling(model.rope_scaling)
-    local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
-    return write_windows(model) | {"hidden_act": model.hidden_act, "rope_parameters": {FULL: full, SLIDING: local}}
-
-
 EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-
-
-def write_qwen3_moe(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a Qwen3-MoE."""
-    experts = {name: getattr(model, name) for name in EXPERT_FIELDS}
-    return write_full(model) | experts | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def read_qwen3_5(fields: Fields) -> dict[str, Any]:
@@ -137,20 +98,6 @@ def read_qwen3_5(fields: Fields) -> dict[str, Any]:
     delta = DeltaShape(**{name: fields[field] for name, field in DELTA_FIELDS.items()})
     rotated = rope_block(fields, FULL).get("partial_rotary_factor") or fields["partial_rotary_factor"]
     return {"layer_types": types, "partial_rotary_factor": float(rotated), "delta": delta}
-
-
-def write_qwen3_5(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of the text model of a Qwen3.5."""
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta} | write_scaling(model.rope_scaling)
-    rope["partial_rotary_factor"] = model.partial_rotary_factor
-    sizes = {field: getattr(model.delta, name) for name, field in DELTA_FIELDS.items()}
-    return sizes | {
-        "attention_bias": False,
-        "hidden_act": model.hidden_act,
-        "layer_types": list(model.kinds),
-        "partial_rotary_factor": model.partial_rotary_factor,
-        "rope_parameters": rope,
-    }
 
 
 DELTA_FIELDS = {  # fields of DeltaShape: fields of config.json
@@ -170,7 +117,6 @@ FAMILIES = {
         {"qk_norm": "head"},
         {"num_key_value_heads": 4, "norm_topk_prob": False},
         read=lambda fields: {name: fields[name] for name in EXPERT_FIELDS},
-        write=write_qwen3_moe,
     ),
     "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}),
     "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}),
@@ -179,7 +125,6 @@ FAMILIES = {
         {"qk_norm": ""},
         {"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True},
         read=read_smollm3,
-        write=write_smollm3,
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
@@ -192,7 +137,6 @@ FAMILIES = {
             "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
         },
         read=read_gemma3,
-        write=write_gemma3,
         kinds=(FULL, SLIDING),
     ),
     "Olmo3ForCausalLM": Family(
@@ -200,7 +144,6 @@ FAMILIES = {
         {"qk_norm": "projection", "norms": "post"},
         {"rope_theta": 500_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
         read=read_olmo3,
-        write=write_olmo3,
         kinds=(FULL, SLIDING),
     ),
     "Qwen3_5ForCausalLM": Family(
@@ -212,7 +155,6 @@ FAMILIES = {
             "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         },
         read=read_qwen3_5,
-        write=write_qwen3_5,
         kinds=(FULL, LINEAR),
     ),
 }  # fmt: skip
@@ -276,7 +218,7 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
         block = rope_block(fields, FULL)
         fields["rope_theta"] = float(block.get("rope_theta", fields["rope_theta"]))
         common = {name: fields[name] for name in COMMON}
-        common |= {"family": name, "rope_scaling": read_scaling(block, fields)}
+        common |= {"family": name, "rope_scaling": read_scaling(block, fields), "config": json.dumps(config)}
         common |= family.fields | family.read(fields)
     except KeyError as error:
         raise UserError(
@@ -299,33 +241,22 @@ def read_scaling(block: Fields, fields: Fields) -> Scaling | None:
     return Scaling(**(context | given | {"rope_type": rope_type}))
 
 
-SCALING_FIELDS = {
-    "linear": ("rope_type", "factor"),
-    "llama3": ("rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-}
-
-
-def write_scaling(scaling: Scaling | None) -> dict[str, Any]:
-    """Returns the block of config.json on scaled rotary embeddings; empty: they are not scaled."""
-    if scaling is None:
-        return {}
-    return {name: getattr(scaling, name) for name in SCALING_FIELDS[scaling.rope_type]}
-
-
 def make_config(model: Decoder, tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the config.json of a model, in the form that all versions of transformers read."""
-    family = FAMILIES[model.family]
-    config = {
+    """Returns the config.json of a model: the one that it was read from, but for its dtype and the ids that end texts.
+
+    A model without one is a Qwen3 that was made here.
+    """
+    made = {name: getattr(model, name) for name in COMMON} | {"attention_bias": False, "use_sliding_window": False}
+    config = json.loads(model.config) if model.config else made | {"hidden_act": model.hidden_act}
+    for name in ("dtype", "auto_map"):  # the first is read by transformers 5 alone
+        config.pop(name, None)
+    return config | {
         "architectures": [model.family],
-        "model_type": family.model_type,
+        "model_type": FAMILIES[model.family].model_type,
         "torch_dtype": dtype.name,
-        "attention_dropout": 0.0,
-        "rope_scaling": write_scaling(model.rope_scaling) or None,
         "eos_token_id": list(tokenizer.stop_ids),
         "pad_token_id": tokenizer.pad_id,
     }
-    return config | {name: getattr(model, name) for name in COMMON} | family.write(model)
 
 
 SUPPORTED = {  # values of a field that this model code computes; the first also if config.json leaves it out
@@ -375,7 +306,7 @@ def check_rope(fields: Fields, file: Path, family: Family) -> None:
         raise UserError(
             f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently: download it again"
         )
-    for kind, supported in ((FULL, ("default", *SCALING_FIELDS)), (SLIDING, ("default",))):
+    for kind, supported in ((FULL, ("default", "linear", "llama3", "yarn")), (SLIDING, ("default",))):
         block = rope_block(fields, kind)
         if not isinstance(block, dict):
             raise UserError(

@@ -47,7 +47,6 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"git clone|cd ": "this is a fresh clone, and its folder",
     r"make (test|readme)": "is run beside this; it would run itself",
     r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud|kubectl|sky)|.*gcloud ": "needs a cluster",
-    r"python extras/traces\.py": "needs the rollouts of a run, which the page only names",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
     r".*(core/serve|recipes/agents/serve|extras/chat_web)\.py |curl ": "serves until Ctrl-C, or asks a server",

@@ -52,7 +52,13 @@ def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode) -> Attac
         ])  # fmt: skip
         sampler = replace(sampler, tokens_per_turn=0 if env.rollouts else env.tokens_per_turn)
         sampler = answering_calls(sampler, DIALECTS[env.dialect]) if env.dialect else sampler
-        check_conversations(sampler, settings)
+        start = f"{settings.name} has several turns, and"
+        refuse([
+            (sampler.model.delta is not None and bool(sampler.stop_strings),
+             f"{start} the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave "
+             "--stop_strings out, or name special tokens"),
+            (settings.force_answer_at > 0, f"{start} forced answers do not support them: --force_answer_at 0"),
+        ])  # fmt: skip
     if env.rollouts:
         make_replies = getattr(importlib.import_module(env.rollouts.module), env.rollouts.name)
     refuse([(bool(env.rollouts) and jax.process_count() > 1, f"{settings.name} runs on one host: use one process")])
@@ -110,14 +116,3 @@ def with_forced_answer(
 def answer_function(tokenizer: Tokenizer, answer: ForcedAnswer) -> Callable[..., list[int]]:
     """Returns `forced_answer` with these arguments: one object, so that samplers with equal settings are equal."""
     return partial(forced_answer, tokenizer, answer)
-
-
-def check_conversations(sampler: Sampler, settings: RolloutSettings) -> None:
-    """Raises UserError if conversations cannot be sampled as they are trained on."""
-    start = f"{settings.name} has several turns, and"
-    refuse([
-        (sampler.model.delta is not None and bool(sampler.stop_strings),
-         f"{start} the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave "
-         "--stop_strings out, or name special tokens"),
-        (settings.force_answer_at > 0, f"{start} forced answers do not support them: --force_answer_at 0"),
-    ])  # fmt: skip

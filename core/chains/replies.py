@@ -69,7 +69,7 @@ class Replies:
         with self.lock:
             self.wait.count_rows(segment.first_row, segment.num_sampled, segment.lengths)
             jobs = {}
-            for i in segment.ended_rows():
+            for i in np.flatnonzero(segment.lengths <= segment.num_sampled).tolist():
                 row, tokens = segment.first_row + i, segment.tokens[i, : segment.lengths[i]]
                 if row not in self.texts:
                     self.texts[row] = self.text_of(row, tokens)

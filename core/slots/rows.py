@@ -22,10 +22,6 @@ class Segment(NamedTuple):
     num_sampled: int  # columns of tokens, so far
     lengths: Int[np.ndarray, "B"]  # tokens of completions; above `num_sampled` if a row goes on
 
-    def ended_rows(self) -> list[int]:
-        """Returns the rows that have ended."""
-        return np.flatnonzero(self.lengths <= self.num_sampled).tolist()
-
 
 class Turn(NamedTuple):
     """A reply of a row, whole or so far."""
@@ -64,13 +60,21 @@ class Next(NamedTuple):
 class Rows:
     """Arrays of rows, filled segment by segment; rows of a prompt are adjacent. An empty prompt is given later."""
 
-    def __init__(self, model: Decoder, prompts: Sequence[list[int]], num_rows: int, num_columns: int, support: int):
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Sequence[list[int]],
+        num_rows: int,
+        num_columns: int,
+        distribution: Distribution,
+    ):
         self.prompts = [prompt for prompt in prompts for _ in range(num_rows // len(prompts))]
+        support_size = distribution.support_size(model.vocab_size)
         self.prompt_lengths = np.array([len(prompt) for prompt in self.prompts])
         self.tokens = np.zeros((num_rows, num_columns), np.int32)
         self.logprobs = np.zeros((num_rows, num_columns), np.float32)
         self.mask = np.zeros((num_rows, num_columns), bool)
-        self.support = np.zeros((num_rows, num_columns, support), np.int32)
+        self.support = np.zeros((num_rows, num_columns, support_size), np.int32)
         self.routes = np.zeros((num_rows, num_columns, *model.route_shape), np.int16)
         self.num_tokens = np.zeros(num_rows, int)  # after the prompt
         self.num_launched = np.zeros(num_rows, int)  # tokens, with those of segments whose results are not read yet
@@ -85,6 +89,8 @@ class Rows:
         self.is_sampling = self.prompt_lengths > 0  # if not, the row waits for what follows its reply, or is over
         self.is_over = np.zeros(num_rows, bool)
         self.finished = np.zeros(num_rows, bool)
+        self.stops: dict[int, Stops] = {}  # of rows whose reply has its own
+        self.distributions: dict[int, Distribution] = {}
 
     def add(
         self,
@@ -121,6 +127,17 @@ class Rows:
             numbers[row] = 0
         self.versions[row] += 1
         self.prompts[row], self.prompt_lengths[row] = prompt, len(prompt)
+
+    def lose(self, rows: Sequence[int]) -> None:
+        """Forgets the cache of rows that were put aside: it is computed again from their tokens."""
+        self.num_lost[rows], self.num_cached[rows] = self.num_cached[rows], 0
+
+    def begin_reply(self, row: int, limit: int, following: Next) -> None:
+        """Begins the next reply of a row, which ends before the column `limit`."""
+        self.starts[row], self.limits[row], self.is_sampling[row] = self.num_tokens[row], limit, True
+        for own, value in (self.stops, following.stops), (self.distributions, following.distribution):
+            own.pop(row, None)
+            own.update({row: value} if value else {})
 
     def turn(self, row: int, first_row: int, is_truncated: bool = False) -> Turn:
         """Returns the reply of a row so far; `first_row`: number of the first row in the call."""

@@ -77,7 +77,7 @@ def page_sizes(
             f"the cache has pages for {num_pages * page:,} tokens on each device, and a row may have {longest:,}: "
             "lower --num_generation_tokens or --prompt_length"
         )
-    lanes, widths = sorted({round_up(-(-num_slots // 4), num_shards), num_slots}), [width]
+    lanes, widths = sorted({round_up(-(-num_slots * n // 4), num_shards) for n in (1, 2, 3, 4)}), [width]
     if layout.is_cpu:
         sizes = LANES_OF_SMALL if 4 * model.num_parameters < SMALL_BYTES else LANES_ON_CPU
         lanes = [size * num_shards for size in sizes if size * num_shards <= num_slots] or [num_slots]
@@ -174,11 +174,17 @@ class PageTable:
         width: int,
         page: int,
         prompts: Int[np.ndarray, "B"],
-        num_shared: Int[np.ndarray, "B"],
+        prompt_lengths: Int[np.ndarray, "B"],
+        shares: bool = True,
     ):
-        """`num_slots`, `num_pages`: of a shard; `num_shared`: pages that the prompt of each row fills."""
+        """`num_slots`, `num_pages`: of a shard; `prompts`: numbers, equal for rows with the same prompt.
+
+        `shares`: such rows share the pages that it fills. A state of linear attention is a row's own, with its prompt.
+        """
         self.num_slots, self.num_all_pages, self.page = num_slots, num_pages, page
-        self.prompts, self.num_shared = prompts, num_shared
+        self.prompts, self.shares = prompts, shares
+        self.num_shared = self.num_full(prompt_lengths)
+        self.was_idle = np.zeros(len(prompts), bool)  # at the last call of `rows_that_may_yield`
         self.table = np.full((num_shards * num_slots, width), NOWHERE, np.int32)
         self.slots = np.full(len(prompts), -1)  # slot of each row, numbered over all shards; -1: none
         self.num_pages = np.zeros(len(prompts), int)  # pages of each row
@@ -188,6 +194,26 @@ class PageTable:
         for rows in parts:
             pages, slots = list(range(num_pages))[::-1], list(range(num_slots))[::-1]
             self.shards.append(Shard(pages=pages, slots=slots, waiting=rows.tolist()))
+
+    def num_full(self, prompt_lengths: Int[np.ndarray, "*R"]) -> Int[np.ndarray, "*R"]:
+        """Returns the pages that prompts fill and rows share; the last token of a prompt is computed by each row."""
+        return np.maximum(0, prompt_lengths - 1) // self.page * self.shares
+
+    def begin(self, row: int, same: int | None, prompt_length: int) -> None:
+        """Takes a row out of its slot, to wait with another prompt: that of the row `same`, or one of its own."""
+        if self.slots[row] >= 0:
+            self.leave(row)
+            self.shards[self.shard_of_row[row]].waiting.append(row)
+        self.prompts[row] = self.prompts.max() + 1 if same is None else self.prompts[same]
+        self.num_shared[row] = self.num_full(np.array(prompt_length))
+
+    def rows_that_may_yield(
+        self, is_sampling: Bool[np.ndarray, "B"], is_idle: Bool[np.ndarray, "B"]
+    ) -> Bool[np.ndarray, "B"]:
+        """Returns rows that have been idle for a segment, or are idle while nothing of their shard is sampled."""
+        was_idle, self.was_idle = self.was_idle, is_idle
+        is_sampled = (self.slots >= 0) & is_sampling
+        return is_idle & (was_idle | ~np.isin(self.shard_of_row, self.shard_of_row[is_sampled]))
 
     def reserve(self, needed: Int[np.ndarray, "B"]) -> list[int]:
         """Gives resident rows the pages that they need; if pages run out, returns the youngest rows, put aside."""

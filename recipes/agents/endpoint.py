@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from envs.base import DIALECTS, Reply
 from envs.data.rows import JSON
-from envs.scoring.patience import HURRY, Patience
+from envs.scoring.scorer import NO_WAIT, WaitForMore
 from envs.scoring.worker import Failure
 from models.tokenizer import Tokenizer
 from recipes.agents.protocol import (
@@ -168,10 +168,10 @@ class Endpoint:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def take(self, rows: Set[int], num_needed: int = 0, patience: Patience = HURRY) -> dict[int, RowOutcome]:
+    def take(self, rows: Set[int], num_needed: int = 0, more: WaitForMore = NO_WAIT) -> dict[int, RowOutcome]:
         """Removes and returns the outcomes of these rows that are there, by row.
 
-        It waits until there are `num_needed`, a second at most, then for programs that compute while it has `patience`.
+        It waits until there are `num_needed`, a second at most, then for programs that compute as long as `more` says.
         """
 
         def num_come() -> int:
@@ -179,7 +179,7 @@ class Endpoint:
 
         with self.has_changed:
             self.has_changed.wait_for(lambda: num_come() >= num_needed, timeout=1)  # the sampler may be canceled
-            patience.wait(self.has_changed, num_come, lambda: not self.computing & rows)
+            more.wait(self.has_changed, num_come, lambda: not self.computing & rows)
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
     def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:

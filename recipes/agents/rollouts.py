@@ -19,8 +19,7 @@ from core.chains.turns import Conversations, Record, form_of
 from core.records import Completions
 from core.sampler import Next, Sampler, Stops, Turn
 from envs.base import Problem, Reply, Step
-from envs.scoring.patience import HURRY, Patience
-from envs.scoring.scorer import GradedReplies
+from envs.scoring.scorer import NO_WAIT, GradedReplies, WaitForMore
 from envs.scoring.worker import Failure
 from models.names import Weights
 from recipes.agents.endpoint import FULL, Asked, Endpoint, Rewards
@@ -95,13 +94,13 @@ class RequestedRows(Conversations):
     def opens_thoughts(self, prompt: Sequence[int]) -> bool:
         return self.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK[0])
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Next]:
+    def observe(self, rows: Set[int], is_blocking: bool, more: WaitForMore = NO_WAIT) -> dict[int, Next]:
         """Gives clients the replies of rows; returns what they ask next, as tokens, or the ends of their rows."""
         for row in sorted(rows & self.unasked):
             if not self.asked[row].has_left:
                 self.host.answer(row, self.asked[row], self.sampled.pop(row))
                 self.unasked.discard(row)
-        outcomes = self.host.take(rows, int(is_blocking), patience)
+        outcomes = self.host.take(rows, int(is_blocking), more)
         found = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: following for row, following in found.items() if following is not None}
 

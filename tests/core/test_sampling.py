@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from core.chains.attach import with_forced_answer
 from core.records import Completions
-from core.sampler import Sampler, row_keys
+from core.sampler import Sampler, sample_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.architecture import Decoder
@@ -515,16 +515,15 @@ def test_truncated_distributions(setting):
 def test_keys_and_uniforms_are_those_of_jax(seed):
     key = jax.random.key(seed)
     ids = np.array([0, 5, 2**31 - 1])
-    samples = np.array([0, 3, 1])
-    steps = np.arange(6).reshape(2, 3)
+    steps = np.arange(12).reshape(2, 6)
     fold_in = jax.vmap(jax.random.fold_in)
-    keys = fold_in(fold_in(jnp.stack([key] * 3), ids), samples)
-    np.testing.assert_array_equal(row_keys(key, ids, samples), jax.random.key_data(keys))
+    keys = fold_in(fold_in(jnp.stack([key] * 6), ids.repeat(2)), np.tile(np.arange(2), 3))
+    np.testing.assert_array_equal(sample_keys(key, ids, 2), jax.random.key_data(keys))
     with Compilations() as compilations:
         made = make_key(seed, 3, 2**31 - 1)
         assert not compilations.programs
     assert made == jax.random.fold_in(jax.random.fold_in(key, 3), 2**31 - 1)
-    expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(3)] for row in steps]
+    expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(6)] for row in steps]
     np.testing.assert_array_equal(sampling_uniforms(jax.random.key_data(keys), jnp.asarray(steps)), np.array(expected))
 
 

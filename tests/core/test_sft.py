@@ -113,7 +113,7 @@ TEMPLATES = {  # of the tokenizer of models/tiny: what rows of three turns, or o
         "does not show messages of the role assistant",
     ),
     "{{ raise_exception('no system') if messages[0].role == 'system' else messages[0].content }}": (
-        "row 1: the model's chat template does not show",
+        "row 1: the model's chat template fails .TemplateError: no system",
         "does not show messages of the role assistant",
     ),
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}": (

@@ -180,7 +180,7 @@ def test_a_page_has_one_row_or_the_rows_of_a_prompt(share_idle):
     prompts = np.repeat(np.arange(10), 4)
     num_pages = 20
     num_shared = (prompts % 3).astype(int)
-    table = PageTable(2, 8, num_pages, 12, 8, prompts, num_shared)
+    table = PageTable(2, 8, num_pages, 12, 8, prompts, 8 * num_shared + 1)
     length, num_aside, num_yielded = np.ones(40, int), 0, 0
     while any(shard.resident or shard.waiting for shard in table.shards):
         needed = num_shared + length

@@ -26,14 +26,9 @@ def sizes(*numbers: int) -> dict[str, int]:
 
 
 QWEN = {
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
     "hidden_act": "silu",
-    "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "use_sliding_window": False,
 }
 QWEN3 = QWEN | {
@@ -50,15 +45,9 @@ EXPERTS = {
     "norm_topk_prob": True,
     "num_experts": 128,
     "num_experts_per_tok": 8,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
 }
 LLAMA = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-5,
     "rope_scaling": None,
     "tie_word_embeddings": False,
@@ -74,7 +63,6 @@ LLAMA3 = {
 GEMMA3 = {
     "attention_bias": False,
     "attn_logit_softcapping": None,
-    "cache_implementation": "hybrid",
     "final_logit_softcapping": None,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -118,9 +106,7 @@ HYBRID = sizes(5120, 17408, 64, 24, 4, 248_320, 262_144) | {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 48,
     "linear_value_head_dim": 128,
-    "mamba_ssm_dtype": "float32",
     "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
     "output_gate_type": "swish",
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
@@ -143,16 +129,11 @@ QWEN2_5 = (
         "tie_word_embeddings": False,
     }
 )
-NEW_YARN = {FULL: YARN | {"rope_theta": 500_000}, SLIDING: {"rope_type": "default", "rope_theta": 500_000}}
 PUBLISHED = {  # name: class, fields
     "Qwen2.5-7B-Instruct": ("Qwen2", QWEN2_5),
     "Qwen2.5-7B-Instruct, long": (
         "Qwen2",
         QWEN2_5 | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
-    ),
-    "Qwen3-32B": (
-        "Qwen3",
-        sizes(5120, 25600, 64, 64, 8, 151_936, 40960) | QWEN3 | {"max_window_layers": 64, "tie_word_embeddings": False},
     ),
     "Qwen3-30B-A3B": (
         "Qwen3Moe",
@@ -172,14 +153,7 @@ PUBLISHED = {  # name: class, fields
             "mlp_bias": False,
             "head_dim": 64,
             "tie_word_embeddings": True,
-            "eos_token_id": [128_001, 128_008, 128_009],
         },
-    ),
-    "SmolLM2-135M-Instruct": (
-        "Llama",
-        sizes(576, 1536, 30, 9, 3, 49152, 8192)
-        | LLAMA
-        | {"rope_theta": 100_000, "rope_interleaved": False, "tie_word_embeddings": True},
     ),
     "SmolLM3-3B": (
         "SmolLM3",
@@ -192,7 +166,6 @@ PUBLISHED = {  # name: class, fields
             "no_rope_layer_interval": 4,
             "no_rope_layers": FOURTH,
             "layer_types": [FULL] * 36,
-            "pretraining_tp": 2,
             "rms_norm_eps": 1e-6,
             "rope_theta": 5_000_000.0,
             "sliding_window": None,
@@ -209,10 +182,6 @@ PUBLISHED = {  # name: class, fields
     "Olmo-3-7B-Think": (
         "Olmo3",
         sizes(4096, 11008, 32, 32, 32, 100_278, 65536) | OLMO3 | {"rope_scaling": YARN, "rope_theta": 500_000},
-    ),
-    "Olmo-3.1-32B-Think, of transformers 5": (
-        "Olmo3",
-        sizes(5120, 27648, 64, 40, 8, 100_278, 65536) | OLMO3 | {"rope_parameters": NEW_YARN},
     ),
 }
 CLASSES = {name.removesuffix("ForCausalLM"): name for name in FAMILIES}
@@ -286,7 +255,6 @@ POSITIONS = {  # context lengths of the model cards
     "Llama-3.2-1B-Instruct": 131_072,
     "gemma-3-27b-it": 131_072,
     "Olmo-3-7B-Think": 65536,
-    "Olmo-3.1-32B-Think, of transformers 5": 65536,
 }
 
 

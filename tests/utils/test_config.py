@@ -273,7 +273,7 @@ def test_presets_of_papers_have_no_entropy_bonus():
 
 
 def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
-    """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
+    """For each that its table names; others are refused. A preset joins the job once."""
     # The preset sets the variable for the whole process: it is put back.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     line = "--config configs/one_chip.py"
@@ -281,14 +281,10 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
         "error: configs/one_chip.py is for Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
     )
     chips = runpy.run_path(str(ROOT / "configs/one_chip.py"))["CHIPS"]
-    table = (ROOT / "docs/lab/compiled.md").read_text().partition("### One chip")[2]
-    (own,) = re.findall(r"^\| Qwen3-0.6B, LoRA \| (.*) \|$", table, re.MULTILINE)
-    for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
+    for kind, remat in chips.items():
         # A device that is not here.
         monkeypatch.setattr(startup, "find_devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
         assert read(line, grpo.Config).memory.remat == remat
-        assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room
-        assert seconds > 0
         assert kind in PEAKS
     joined = []
     # One process of a job, which this test has not.

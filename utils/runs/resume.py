@@ -9,6 +9,7 @@ from utils.settings.arguments import Value
 from utils.settings.config import OptionField
 from utils.settings.errors import UserError
 
+MOST_CHANGES = 5  # that a sentence names
 LENGTH = {"max_steps", "num_epochs"}  # may change too, unless the learning rate is on its way to 0 at the end
 
 
@@ -54,7 +55,8 @@ def changed_settings(
 
 def refuse_changes(folder: Path, noun: str, changes: list[str], resume: str, advice: str) -> list[str]:
     """Raises UserError if a run has changed since it was saved; prints and returns the changes under "force"."""
-    text = "; ".join(changes)
+    rest = f"; and {len(changes) - MOST_CHANGES} more" if len(changes) > MOST_CHANGES else ""
+    text = "; ".join(changes[:MOST_CHANGES]) + rest
     if changes and resume != "force":
         raise UserError(f"{folder} holds a run with other {noun}, {text}: {advice}")
     if changes:
