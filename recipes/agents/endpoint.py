@@ -86,6 +86,7 @@ class Dialogue:
     row: int
     fixed: str = ""  # fields of its requests that cannot change
     said: list[Message] = field(default_factory=list)
+    asked: Asked | None = None  # the request that waits for a reply
     has_replied: bool = False
     is_auxiliary: bool = False  # its program asks that it is not trained
 
@@ -120,7 +121,6 @@ class Endpoint:
         self.queue = asyncio.Semaphore(num_places) if num_places else contextlib.nullcontext()  # first come, first
         self.dialogues: dict[int, Dialogue] = {}  # by row, the last used one last
         self.outcomes: dict[int, RowOutcome] = {}  # by row
-        self.pending: dict[int, Asked] = {}  # by row
         self.computing: set[int] = set()  # rows whose program owes an outcome; clients of a server owe none
         self.closed: set[int] = set()  # rows that take no more
         self.answers: dict[tuple[str, str], list[asyncio.Future]] = {}  # by key and request
@@ -216,13 +216,14 @@ class Endpoint:
 
     def refuse(self, rows: Sequence[int], reason: str) -> None:
         """Ends the wait of all requests of rows."""
-        for row in self.pending.keys() & {*rows}:
-            self.pending[row].has_left = True
-            self.settle(self.pending[row], BadRequest(reason))
+        for asked in [self.dialogues[row].asked for row in self.dialogues.keys() & {*rows}]:
+            if asked:
+                asked.has_left = True
+                self.settle(asked, BadRequest(reason))
 
     def find(self, session: Session, request: Request, messages: Sequence[Message]) -> Dialogue:
         """Returns the conversation that a request continues, the longest one, or a new one."""
-        own = [x for x in self.dialogues.values() if x.session.key == session.key and x.row not in self.pending]
+        own = [x for x in self.dialogues.values() if x.session.key == session.key and not x.asked]
         found = [x for x in own if x.continues(request, messages)] if messages and request.n == 1 else []
         if found:
             return max(found, key=lambda each: len(each.said))
@@ -248,38 +249,28 @@ class Endpoint:
                 messages[len(dialogue.said) :], request, index, is_new=not dialogue.said, on_tokens=on_tokens,
                 prompt=prompt, distribution=distribution, reply=asyncio.get_running_loop().create_future(),
             )  # fmt: skip
+            dialogue.asked, self.dialogues[dialogue.row] = asked, self.dialogues.pop(dialogue.row)  # the last used one
             dialogue.is_auxiliary |= request.metadata.get("auxiliary") == "true"
-            sampled = await self.reply_to(dialogue, asked)
-            dialogue.said, dialogue.fixed = [], request.fixed
+            try:
+                if dialogue.row in self.closed:
+                    raise BadRequest(FULL)
+                self.publish(dialogue.row, asked)
+                sampled = await asked.reply
+            except BadRequest as error:
+                session.refused = str(error)
+                raise
+            except asyncio.CancelledError:  # the row holds part of a reply
+                asked.has_left, dialogue.has_replied, dialogue.said = True, True, []
+                raise
+            finally:
+                dialogue.asked = None
+            dialogue.has_replied, dialogue.said, dialogue.fixed = True, [], request.fixed
             if prompt:
                 del self.dialogues[dialogue.row]  # nothing continues it
             elif sampled.is_whole:
                 reply = ChatMessage.model_validate(reply_message(request, sampled, self.dialect))
                 dialogue.said = [*messages, reply.for_template("")]
         return sampled
-
-    async def reply_to(self, dialogue: Dialogue, asked: Asked) -> Sampled:
-        """Waits for a reply in the row of a conversation. Raises: BadRequest."""
-        row = dialogue.row
-        self.dialogues[row] = self.dialogues.pop(row)  # the last used one
-        self.pending[row] = asked
-        try:
-            if row in self.closed:
-                raise BadRequest(FULL)
-            self.publish(row, asked)
-            sampled = await asked.reply
-            dialogue.has_replied = True
-            return sampled
-        except asyncio.CancelledError:
-            asked.has_left = dialogue.has_replied = True
-            dialogue.said = []  # the row holds part of a reply
-            raise
-        except BadRequest as error:
-            dialogue.session.refused = str(error)
-            raise
-        finally:
-            if self.pending.get(row) is asked:  # another rollout may have the row by now
-                del self.pending[row]
 
     async def replies(
         self, http: HTTPRequest, request: Request, prompts: Sequence[Sequence[int]], on_tokens: OnTokens = None

@@ -95,7 +95,7 @@ class AgentHost(Endpoint):
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
         self.wait_for(self.end_all())
-        for known in self.parents, self.auxiliary, self.closed, self.outcomes, self.pending, self.computing:
+        for known in self.parents, self.auxiliary, self.closed, self.outcomes, self.computing:
             known.clear()
         self.dialogues.clear()
 

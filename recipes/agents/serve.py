@@ -161,7 +161,7 @@ class ModelEndpoint(Endpoint):
     def take_row(self, session: Session) -> int:
         """Returns a row that is free, or that of the conversation that was not used for longest."""
         free = [row for row in range(self.num_rows) if row not in self.dialogues]
-        return next(row for row in (*free, *self.dialogues) if row not in self.pending)
+        return next(iter([*free, *[row for row, dialogue in self.dialogues.items() if not dialogue.asked]]))
 
     def session_of(self, key: str) -> Session:
         if not key.startswith(self.api_key):

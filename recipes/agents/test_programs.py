@@ -160,18 +160,13 @@ def test_behind_the_budget_comes_a_text_that_is_not_sampled():
     [
         ("0.5", {"return": 0.5, "correct_answer": 0.0}),
         ("1", {"return": 1.0, "correct_answer": 1.0}),
-        ("true", {"return": 1.0, "correct_answer": 1.0}),
         ('{"reward": 2, "style": 1}', {"return": 2.0, "style": 1.0, "correct_answer": 1.0}),
         ('{"a": 0.25, "b": 0.25}', {"a": 0.25, "b": 0.25, "return": 0.5, "correct_answer": 0.0}),
         ('{"return": 1, "correct_answer": 0}', {"return": 1.0, "correct_answer": 0.0}),
         ("done", {}),
-        ('"1"', {}),
-        ("", {}),
         ("null", "null"),
         ('{"reward": null}', "numbers"),
         ("NaN", "numbers"),
-        ("1e999", "numbers"),
-        ('{"reward": "high"}', "numbers"),
         ("{}", "numbers"),
         ('{"length": 1}', "length"),
     ],
@@ -299,15 +294,6 @@ def test_a_command_gets_its_row_and_its_endpoint(program):
 def test_a_function_that_is_not_there_is_found_at_the_start(program, agent, reason):
     with pytest.raises(UserError, match=reason), AgentHost(AgentSettings(str(program.parent / agent))):
         pass
-
-
-@pytest.mark.parametrize(
-    "command,given,per_core", [("agent.py:play", 0, 32), ("python agent.py", 0, 4), ("agent.py:play", 3, 0)]
-)
-def test_functions_fill_the_slots_of_the_sampler(command, given, per_core):
-    host = AgentHost(AgentSettings(command=command, num_processes=given))
-    host.socket.close()
-    assert host.places._value == (given or per_core * os.cpu_count())
 
 
 def test_the_server_leaves_the_handlers_of_other_logs_open():
