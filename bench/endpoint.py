@@ -219,7 +219,7 @@ def by_script(python: str) -> list[list[object]]:
             end = run_client(python, code, f"{script.url}/v1", client, script.name)
             asked = [each for key, each in script.asked if key == client]
             num_new = sum(each.is_new for each in asked)
-            num_tools = sum(bool(message.get("tool_calls")) for each in asked for message in each.request.messages[-2:])
+            num_tools = sum(bool(message.tool_calls) for each in asked for message in each.request.messages[-2:])
             rows.append([client, len(asked), num_tools, len(asked) - num_new, max(0, num_new - 1), end])
     return rows
 

@@ -39,10 +39,10 @@ from recipes.agents.protocol import (
     Sampled,
     changes,
     choice_of,
+    joint_of_parts,
     reply_message,
     usage,
 )
-from recipes.agents.texts import joint_of_parts
 from utils.settings.errors import UserError
 
 FULL = "the conversation is longer than the model's context length: the context length is reached"

@@ -4,9 +4,10 @@ A request is done as it asks, or rejected by name with status 400; fields that c
 platform.openai.com/docs/api-reference; vLLM for return_token_ids, top_k, min_p and /inference/v1/generate.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -17,7 +18,7 @@ from envs.base import Dialect, Reply
 from envs.data.rows import JSON
 from envs.tools.calls import CallError, parse_call
 from models.messages import readable
-from models.tokenizer import Tokenizer
+from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
 MAX_BYTES = 2 * 10**6  # of a request: encoding that many characters takes seconds
@@ -264,11 +265,29 @@ class GenerateRequest(CompletionRequest):
         return params | rest | {"token_ids": [given["token_ids"]] if given.get("token_ids") else None}
 
 
+@lru_cache(maxsize=64)
+def joint_of_parts(tokenizer: Tokenizer, _template: str) -> str:
+    """Returns what the chat template writes between two texts of a message; a new line if it takes one text only."""
+    parts = [{"type": "text", "text": TURN + number} for number in "12"]
+    with contextlib.suppress(UserError):
+        _, is_shown, rest = tokenizer.render([{"role": "user", "content": parts}], None).partition(TURN + "1")
+        between, is_next, _ = rest.partition(TURN + "2")
+        if is_shown and is_next and "'" not in between and '"' not in between:
+            return between
+    return "\n"
+
+
 def shown(value: object) -> str:
     """Returns a value in at most 80 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
+
+PATHS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/inference/v1/generate": GenerateRequest,
+}
 
 # Answers
 

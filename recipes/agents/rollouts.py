@@ -6,10 +6,12 @@ and a request that continues no earlier conversation begins a row of its own, a 
 B rollouts. Row 2 i is of program i; odd rows are for forks, so that all shards of a mesh have both.
 """
 
+import contextlib
+import json
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,16 @@ from envs.base import Problem, Reply, Step
 from envs.scoring.scorer import NO_WAIT, GradedReplies, WaitForMore
 from envs.scoring.worker import Failure
 from models.names import Weights
+from models.tokenizer import Tokenizer
 from recipes.agents.endpoint import FULL, Asked, Endpoint, Rewards
 from recipes.agents.host import AgentHost, AgentJob
 from recipes.agents.protocol import THINK, BadRequest, Sampled
-from recipes.agents.texts import chat_prompt, check_forged
 from utils.batching import select_rows
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 from utils.threefry import threefry
 
+remark = cache(print)  # prints a line once
 UNSCORED = "its program's last line is not valid JSON, and neither --reward nor a column answer grades its last reply"
 
 
@@ -276,3 +279,34 @@ class AgentConversations(RequestedRows):
         order = order[(order % 2 == 0) | completions.mask.any(axis=1)[order]]
         rows = select_rows(completions, order)
         return super().records(completions) | {"completions": rows, "rollout": rollouts[order]}
+
+
+def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """Returns the tokens of a conversation, without thoughts of earlier replies and names if the template hides them.
+
+    Raises: UserError as `Tokenizer.chat`.
+    """
+    for hidden in ((), ("reasoning_content",), ("name",), ("reasoning_content", "name")):
+        messages = [{key: x for key, x in said.items() if key not in hidden} for said in problem.messages]
+        with contextlib.suppress(UserError):
+            ids = tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+            if "name" in hidden:
+                remark("the chat template shows no names of messages: they are left out")
+            return ids
+    return tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+
+
+def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Returns a tokenizer to which special tokens in messages are text.
+
+    Raises: UserError for tokens that the chat template writes itself: a message must not forge a turn.
+    """
+    spelled = tokenizer.spelled([{"role": "user", "content": json.dumps(said, ensure_ascii=False)}])
+    if not spelled:
+        return tokenizer
+    written = tokenizer.template + tokenizer.hf.decode(tokenizer.stop_ids)
+    with contextlib.suppress(UserError):
+        written += tokenizer.render([{**message, "content": ""} for message in said if "role" in message], None)
+    if forged := next((sign for sign in spelled if sign in written), ""):
+        raise UserError(f"a message spells {forged}, which is a token of the chat template: leave it out")
+    return replace(tokenizer, plain=frozenset(spelled))

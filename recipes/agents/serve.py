@@ -47,15 +47,7 @@ from models.memory import pages_that_fit, sampling_room
 from models.names import Array, Policy
 from models.tokenizer import GENERATION_CONFIG, Tokenizer
 from recipes.agents.endpoint import FULL, LOCAL, Asked, Endpoint, Session
-from recipes.agents.protocol import (
-    MAX_TOP,
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    Request,
-    Sampled,
-)
+from recipes.agents.protocol import MAX_TOP, PATHS, BadRequest, Request, Sampled
 from recipes.agents.rollouts import RequestedRows
 from utils.batching import bucket
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
@@ -144,11 +136,7 @@ score = jax.jit(decoder.token_outputs, static_argnums=(0, 3))
 class ModelEndpoint(Endpoint):
     """Answers requests; rows of the cache belong to the conversations that were used last."""
 
-    paths = {
-        "/v1/chat/completions": ChatRequest,
-        "/v1/completions": CompletionRequest,
-        "/inference/v1/generate": GenerateRequest,
-    }
+    paths = PATHS
     stops_work = True
 
     def __init__(

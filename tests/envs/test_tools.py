@@ -29,7 +29,7 @@ from envs.tools.calls import parse_call
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
-from recipes.agents.texts import check_forged
+from recipes.agents.rollouts import check_forged
 from tests import other_trainers
 from tests.helpers import ROOT, reading_script
 from utils.devices.sharding import single_device
