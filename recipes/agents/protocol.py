@@ -136,6 +136,7 @@ class Function(Strict):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
+    returns: dict[str, Any] = Field({}, alias="return")  # as transformers' get_json_schema
 
 
 class Tool(Strict):
@@ -217,7 +218,7 @@ class ChatRequest(Request):
     @property
     def schemas(self) -> Sequence[dict[str, JSON]]:
         """The tools that the template announces, as they were sent."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return [] if self.tool_choice == "none" else [x.model_dump(exclude_unset=True, by_alias=True) for x in self.tools]
 
     @cached_property
     def fixed(self) -> str:

@@ -45,7 +45,7 @@ REFUSED = (  # fields of OpenAI's reference that are rejected by name
     "web_search_options",
 )  # fmt: skip
 HELLO = {"role": "user", "content": "hello"}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}, "return": {"type": "string"}}}
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
