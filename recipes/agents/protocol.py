@@ -218,7 +218,8 @@ class ChatRequest(Request):
     @property
     def schemas(self) -> Sequence[dict[str, JSON]]:
         """The tools that the template announces, as they were sent."""
-        return [] if self.tool_choice == "none" else [x.model_dump(exclude_unset=True, by_alias=True) for x in self.tools]
+        tools = () if self.tool_choice == "none" else self.tools
+        return [tool.model_dump(exclude_unset=True, by_alias=True) for tool in tools]
 
     @cached_property
     def fixed(self) -> str:
