@@ -18,7 +18,7 @@ help:
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
 
 demo: .venv/installed
-	@echo "training takes two to three minutes on two CPU cores; Ctrl-C stops it, and says how to go on"
+	@echo "training takes two to four minutes on two CPU cores; Ctrl-C stops it, and says how to go on"
 	$(VENV_PYTHON) core/grpo.py --config configs/demo.py --seed $(SEED)
 
 test: lint

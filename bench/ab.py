@@ -84,23 +84,6 @@ def seeds_needed(size: float, deviation: float, is_paired: bool) -> int | None:
     return int(seeds[is_found.argmax()]) if is_found.any() else None
 
 
-def pairing_ratio(a: Scores, b: Scores) -> tuple[float, float, float]:
-    """Returns the variance of b - a in pairs as a share of that of unpaired runs, with its 95% interval.
-
-    The share is 2 v / (1 + v), with v = var(b - a) / var(b + a), whose interval is exact for normal scores.
-    Source: Morgan 1939, A Test for the Significance of the Difference Between the Two Variances in a Sample from a
-    Normal Bivariate Population.
-    """
-    minus, plus = b - a, b + a
-    freedom = len(a) - 2
-    correlation = np.corrcoef(minus, plus)[0, 1]
-    k = 1 + 2 * (1 - correlation**2) * t.ppf((1 + LEVEL) / 2, freedom) ** 2 / freedom
-    spread = k + (k**2 - 1) ** 0.5
-    v = minus.var() / plus.var()
-    share, low, high = (float(2 * x / (1 + x)) for x in (v, v / spread, v * spread))
-    return share, low, high
-
-
 def against_itself(scores: Scores) -> list[Difference]:
     """Returns differences of random halves of one setting's runs: other seeds on each side."""
     rng, half = np.random.default_rng(0), len(scores) // 2
@@ -175,7 +158,7 @@ def difference_row(name: str, found: Difference, sizes: Sequence[float], is_pair
 def print_comparison(
     a: dict[int, float], b: dict[int, float], sizes: Sequence[float], machine: dict[str, str], file: str
 ) -> None:
-    """Prints the scores of each seed, both comparisons, and what pairing saves."""
+    """Prints the scores of each seed, and both comparisons."""
     seeds = sorted(a.keys() & b.keys())
     if max(len(seeds), min(len(a), len(b))) < FEWEST_SEEDS:
         raise UserError(f"an interval needs {FEWEST_SEEDS} runs a side, and there are fewer: raise --seeds")
@@ -185,18 +168,14 @@ def print_comparison(
     report("Last score of each run", ("seed", "a", "b", "b - a"), [*rows, ["mean", *means, ""]], machine)
     needed = ("seeds for it", *(f"for {size:g}" for size in sizes))
     unpaired = compare(np.array(list(a.values())), np.array(list(b.values())), is_paired=False)
-    rows, pairing = [difference_row(f"unpaired, {len(a)} and {len(b)}", unpaired, sizes, is_paired=False)], ()
+    rows = [difference_row(f"unpaired, {len(a)} and {len(b)}", unpaired, sizes, is_paired=False)]
     if len(seeds) >= FEWEST_SEEDS:
         x, y = (np.array([side[seed] for seed in seeds]) for side in (a, b))
         paired = compare(x, y, is_paired=True)
         rows.insert(0, difference_row(f"paired, {len(seeds)}", paired, sizes, is_paired=True))
-        pairing = pairing_ratio(x, y) if paired.deviation else ()
     title = f"Difference, and the seeds a side with which {POWER:.0%} of comparisons find a true one of this size"
     columns = ("runs", "b - a", "95% interval", "verdict", "deviation", *needed)
-    report(title, columns, rows, machine, file, scores={"a": a, "b": b}, pairing=pairing)
-    if pairing:
-        share, low, high = pairing
-        print(f"\nvariance of paired differences / unpaired: {share:.2f} [{low:.2f}, {high:.2f}]")
+    report(title, columns, rows, machine, file, scores={"a": a, "b": b})
 
 
 def print_against_itself(scores: dict[int, float], machine: dict[str, str], file: str) -> None:

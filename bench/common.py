@@ -24,9 +24,9 @@ from models.checkpoint import read_config, save_model
 from models.decoder import init_params
 from models.families import text_config
 from models.files import CONFIG
-from models.tokenizer import GENERATION_CONFIG, load_tokenizer, read_json
+from models.tokenizer import GENERATION_CONFIG, load_tokenizer
 from utils.files import write_json
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, read_json
 from utils.runs.origin import find_cpu
 from utils.settings.options import option
 
@@ -163,16 +163,6 @@ def run_command(script: str, options: Mapping[str, object], out: TextIO | None =
     line = [sys.executable, script, *flags]
     print(shlex.join(line[1:]), flush=True)
     subprocess.run(line, cwd=ROOT, check=True, stdout=out, stderr=out)
-
-
-def train(folder: Path, options: Mapping[str, object], command: str = "grpo") -> Path:
-    """Returns the last model of a run, which is made unless its log says that it has ended."""
-    log = folder.with_suffix(".log")
-    if not (log.is_file() and "\nmodel: " in log.read_text()):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as out:
-            run_command(f"core/{command}.py", {**options, "save_dir": folder}, out)
-    return max(folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
 
 
 def report(

@@ -141,6 +141,7 @@ device_description_str: "{kind}"
 runtime_version {{ major: 13 }}
 dnn_version_info {{ major: 9 minor: 15 }}
 gpu_device_info {{
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   cuda_compute_capability {{ major: {cores.capability[0]} minor: {cores.capability[1]} }}
   core_count: {cores.number} fpus_per_core: {cores.lanes} clock_rate_ghz: {cores.clock}
   device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {cache}

@@ -2,6 +2,7 @@
 
     python bench/objectives.py --dir runs/objectives            # rates of 16 presets, then 16 presets x 3 seeds
     python bench/objectives.py --dir runs/objectives --draw     # objectives.png and both tables, from what is there
+    python bench/objectives.py --dir runs/objectives --rates docs/lab/runs/methods/rates.json    # rates that are known
 
 Each step samples 256 completions (16 prompts x 16) and takes four updates, each of a quarter of the rows trained on
 (sil and nanochat one, of all of it; policy_gradients one of every 8 completions). All else is the preset's or, if
@@ -28,7 +29,7 @@ from bench.ab import compare, describe_origin
 from bench.common import ROOT, Figure, report, run_command
 from envs import make_env
 from envs.settings import parse_options
-from extras.plots import make_figure
+from extras.compare import make_figure
 from utils.metrics.curves import COLORS, WINDOW, Curves, read_metrics, running_mean
 
 PRESETS = (
@@ -140,18 +141,22 @@ def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, required=True, help="folder of both populations")
+    parser.add_argument("--rates", type=Path, help="JSON file: the rate of each preset, so that no grid is run")
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="seeds of the second population")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw and print what is there")
     parser.add_argument("--short", action="store_true", help="one rate, one seed, two tiny steps, to see that it works")
     args = parser.parse_args()
     folder = args.dir.resolve()
-    rates, seeds, short = (RATES[:1], SEEDS[:1], SHORT) if args.short else (RATES, SEEDS, {})
+    rates, seeds, short = (RATES[:1], SEEDS[:1], SHORT) if args.short else (RATES, args.seeds, {})
     if not args.draw:
         write_presets(folder / "presets")
+    if not args.draw and not args.rates:
         validation = {"test_env_name": f"countdown34-test(data_dir={folder}/presets/validation,prompt=bare)"}
         presets = [f"{preset}-{rate}" for preset in PRESETS for rate in rates]
         run_population(folder / "grid", presets, [GRID_SEED], GRID | validation | short)
-    grid = read_grid(folder / "grid", rates)
+    grid = {} if args.rates else read_grid(folder / "grid", rates)
     chosen = {preset: max(scores, key=scores.get) for preset, scores in grid.items()}
+    chosen = chosen or json.loads(args.rates.read_text())
     if not args.draw:
         presets = [f"{preset}-{rate}" for preset, rate in chosen.items()]
         run_population(folder / "table", presets, seeds, TABLE | short)
@@ -159,7 +164,8 @@ def main() -> None:
     draw(runs, folder / "objectives.png")
     machine = describe_origin([folder_of(folder / "table", *chosen_one, seeds[0]) for chosen_one in chosen.items()])
     rows = [[preset, *(f"{score:.3f}" for score in scores.values()), chosen[preset]] for preset, scores in grid.items()]
-    report("Scores on problems for validation, by rate", ("preset", *rates, "chosen"), rows, machine)
+    if rows:
+        report("Scores on problems for validation, by rate", ("preset", *rates, "chosen"), rows, machine)
     rows = [describe_preset(preset, chosen[preset], runs) for preset in PRESETS]
     columns = ("preset", "rate", "before", "after", "of seeds", "minus grpo, 95%", "tokens", "KL of a step")
     report("Held-out scores at these rates", columns, sorted(rows, key=lambda row: row[3], reverse=True), machine)

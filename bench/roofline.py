@@ -53,7 +53,7 @@ from models.pages import Paging
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
 from utils.batching import measure_rows
-from utils.devices.compilation import Compiler, Programs, shapes_of
+from utils.devices.compilation import Programs, compile_programs, shapes_of
 from utils.devices.runtime import prepare, runs_on_cpu
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
@@ -272,7 +272,7 @@ def main(config: Command) -> None:
     rollouts = make_rollouts(config, model, params, layout)
     with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is printed
         clock = time.perf_counter()
-        print(*Compiler([x.programs() for x in rollouts]).wait(), sep="\n")
+        print(*compile_programs([x.programs() for x in rollouts]), sep="\n")
         print(f"programs of rollouts compiled side by side in {time.perf_counter() - clock:.0f} s", flush=True)
         for rollout in rollouts:
             table.append(rollout.measure(limits, config.bench.repeats))

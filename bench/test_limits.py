@@ -10,7 +10,6 @@ from models.architecture import Decoder
 from utils.batching import RowSizes
 
 MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
-EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -50,16 +49,3 @@ def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
     for width in (8, 16):
         rows = RowSizes(prompts, prompt_lengths, lengths, is_target[:, :width])
         assert decode_seconds(model, rows, limits) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_step_reads_each_expert_once_at_most_and_states_twice():
-    prompts = np.array([3, 5])
-    lengths = np.array([4, 7])
-    columns = np.arange(7)
-    rows = RowSizes(np.arange(2), prompts, lengths, (columns >= prompts[:, None]) & (columns < lengths[:, None]))
-    in_bytes = Limits(np.inf, 1)
-    expert = 4 * 3 * 3 * 128 * 96
-    router = 4 * 3 * 6 * 128
-    others = decode_seconds(replace(MODEL, intermediate_size=0), rows, in_bytes) + 2 * router
-    # Two rows choose 8 of the 6 experts, which are all of them; one row chooses 4.
-    assert decode_seconds(EXPERTS, rows, in_bytes) == others + (6 + 4) * expert

@@ -2,7 +2,7 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python core/grpo.py --config configs/lora_8b.py
 
-Not run by us. Compiled: 17.4 GB held, updates take 20.2 and sampling 20.5 of the 23.7 GB, see docs/lab/compiled.md.
+Not run by us. Compiled: 17.4 GB held, updates take 19.2 and sampling 19.8 of the 23.7 GB, see docs/lab/compiled.md.
 """
 
 

@@ -4,8 +4,8 @@
     python core/grpo.py --config configs/one_chip.py --model_dir google/gemma-3-1b-it    # or Qwen/Qwen3-1.7B
     python core/grpo.py --config configs/one_chip.py --lora_rank 0 --lr 1e-6 --optimizer adafactor --grad_dtype bfloat16
 
-The last one trains all parameters. Rows are sampled at a time as many as fit. Not run by us; what each of them needs
-of each chip was compiled: docs/lab/compiled.md#one-chip.
+The last one trains all parameters. As many rows are sampled at a time as fit. A T4 has no bfloat16, and
+as compiled, sampling does not fit on it. Not run by us; memory was read from compiled programs: docs/lab/compiled.md.
 """
 
 import os
@@ -13,14 +13,8 @@ import os
 from utils.devices.startup import join_devices
 from utils.settings.errors import UserError
 
-# By kind, as JAX names it: --remat (if there is room, the one that recomputes less), GB that this run needs and may
-# use, and the least seconds of a step: at the peaks of models/speed.py, with replies of 256 tokens.
-CHIPS = {
-    "Tesla T4": ("full", 9.2, 14.4, 39),  # without bfloat16: --dtype is float32 there by itself
-    "NVIDIA L4": ("full", 9.7, 21.7, 7),
-    "TPU v5 lite": ("full", 8.1, 16.9, 3),
-    "TPU v6 lite": ("dots", 10.9, 33.6, 1),
-}
+# --remat by kind, as JAX names it: if there is room, the one that recomputes less.
+CHIPS = {"Tesla T4": "full", "NVIDIA L4": "full", "TPU v5 lite": "full", "TPU v6 lite": "dots"}
 
 
 def find_chip() -> str:
@@ -36,7 +30,6 @@ def find_chip() -> str:
 
 
 def get_config():
-    remat, *_ = CHIPS[find_chip()]
     return {
         "model_dir": "Qwen/Qwen3-0.6B",
         "env_name": "gsm8k",
@@ -52,7 +45,7 @@ def get_config():
         "lora_rank": 32,
         "lr": 1e-5,
         "weight_decay": 0.0,
-        "remat": remat,
+        "remat": CHIPS[find_chip()],
         "tokens_per_microbatch": 2048,
         "max_steps": 100,
     }

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, PyTree
 
-from core.advantages import ObjectiveConfig
 from core.objectives import LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.terms.critic import value_loss
@@ -26,9 +25,9 @@ from models.architecture import Decoder
 from models.attention import SKIPPING
 from models.decoder import make_critic, token_outputs
 from models.distribution import Distribution, TokenOutputs
-from models.memory import MemoryConfig, Room, fit_memory, out_of_memory
+from models.memory import Room, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Params, Policy, Weights, make_policy
-from models.optimizers import OptimizerConfig, make_optimizer, schedule
+from models.optimizers import make_optimizer, schedule
 from models.packing import Packing, pack_rows
 from models.speed import training_flops
 from models.state import TrainState, init_state
@@ -45,40 +44,14 @@ from utils.batching import (
 )
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout, zeros_of
-from utils.devices.startup import DeviceConfig
 from utils.devices.threads import side_by_side
 from utils.metrics.terminal import track
-from utils.settings.groups import UpdateConfig
 
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 PackedRows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # numbers of rows (EMPTY: none), micro-batch, and its packing
 MicrobatchMetrics = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
+LearnerConfig = Any  # settings of a run: Config of core/config.py, which lies above this file
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimizer batch, summed over micro-batches
-
-
-class SampledRows(Protocol):
-    """How rollouts are sampled: SamplingConfig of core/sampler.py."""
-
-    distribution: Distribution
-    prompt_length: int  # tokens at most
-    inference_batch_per_device: int  # rows at once; 0: as many as fit
-
-
-class LearnerConfig(Protocol):
-    """Settings of a run that the learner reads: Config of core/config.py."""
-
-    seed: int
-    objective: ObjectiveConfig
-    update: UpdateConfig
-    optimizer: OptimizerConfig
-    memory: MemoryConfig
-    sampling: SampledRows
-    devices: DeviceConfig
-    batch_size: int  # rollouts to learn from in a step
-    minibatch_size: int  # rollouts of an optimizer step
-    updates_per_step: int
-    trusts_sampler: bool  # old log-probabilities are the sampler's
-    place_of_sampling: str  # see models/memory.py
 
 
 class Update(NamedTuple):
@@ -170,10 +143,9 @@ class Learner:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
 
         def fetch(microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenOutputs]]:
-            return [
-                (rows, self.layout.fetch(self.microbatch_outputs(params, *self.layout.put(arrays))))
-                for rows, *arrays in microbatches
-            ]
+            launched = ((x, self.microbatch_outputs(params, *self.layout.put(arrays))) for x, *arrays in microbatches)
+            ahead = itertools.pairwise(itertools.chain(launched, [None]))  # the next one is computed during a fetch
+            return [(rows, self.layout.fetch(outputs)) for (rows, outputs), _ in ahead]
 
         by_name: dict[str, np.ndarray] = {}
         for rows, outputs in itertools.chain(*side_by_side(fetch, self.chains(batch, self.shapes_without_gradients))):
@@ -287,15 +259,6 @@ class Learner:
         Raises: FloatingPointError after MAX_SKIPPED updates in a row whose loss or gradient is not finite.
         """
         rows = [self.read(update) for update in updates]
-        self.check_finite(updates, rows)
-        metrics = {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in (rows or [{}])[0]}
-        if len(rows) > 1:
-            for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
-                metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
-        return metrics | {"num_updates": len(rows)}
-
-    def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float | np.ndarray]]) -> None:
-        """Reports minibatches whose update was skipped. Raises: FloatingPointError, see `metrics`."""
         for update, row in zip(updates, rows, strict=True):
             num_skipped = int(row["skipped_in_a_row"])
             if num_skipped:
@@ -305,6 +268,11 @@ class Learner:
                     f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or read "
                     "the batches in bad_batches/. The parameters are those from before these updates"
                 )
+        metrics = {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in (rows or [{}])[0]}
+        if len(rows) > 1:
+            for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
+                metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
+        return metrics | {"num_updates": len(rows)}
 
     def out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Ends the program with the option to lower if a device runs out of memory."""

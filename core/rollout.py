@@ -219,7 +219,7 @@ def evaluate(
     tasks = np.arange(worker.num_eval_tasks(num_tasks))
     episodes = worker.play(worker.load_weights(params), tasks, num_samples, make_key(seed))
     scores = {name: x.reshape(len(tasks), num_samples) for name, x in episodes.scores.items()}
-    votes = [worker.env.vote(text) for text in episodes.texts]
+    votes = [worker.env.vote(text) for text in episodes.texts] if num_samples > 1 else []
     estimates = task_estimates(scores, votes)
     metrics = {"num_tasks": len(tasks), "num_samples": num_samples}
     for name, x in estimates.items():

@@ -1,10 +1,10 @@
 """The table of environments. To add one: write envs/yours.py with a subclass of Env, and a line below."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
@@ -14,7 +14,8 @@ from utils.settings.errors import UserError, most_similar
 
 Options = dict[str, Value]
 
-REWARDS = ("reward", "reward_weights")  # options of every environment of one turn
+REWARDS = {"reward": "", "reward_weights": ""}  # options of every environment of one turn
+STYLE = {field.name: field.default for field in dataclasses.fields(Style)}  # of every environment
 REGRADED = "regraded"  # option that --test_env_name sets: environments that grade the same replies
 HELD_OUT = ("test", "valid")  # splits besides "train"; they end the names of environments
 # name: (module, class, options set by the name). A module is imported only when its environment is made, so grading
@@ -24,7 +25,7 @@ ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
     "countdown6": ("envs.countdown", "Countdown", {"numbers": 6}),
-    "countdown34": ("envs.countdown_data", "CountdownData", {}),
+    "countdown34": ("recipes.games.countdown_data", "CountdownData", {}),
     "poem": ("envs.poem", "Poem", {}),
     "gsm8k": ("envs.gsm8k", "Gsm8k", {}),
     "deepscaler": ("envs.mathematics", "Mathematics", {"data_set": "deepscaler"}),
@@ -47,10 +48,9 @@ ENVS = {
 
 
 def make_env(name: str, **options: Value) -> Env:
-    """Returns the environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
+    """Returns the environment of this name, in any case, with options of its constructor, `Style` and REWARDS.
 
-    Options are those of its constructor and of `Style`; environments of one turn also take REWARDS.
-    Raises: UserError for a name that is not in the table, and for an option that the environment does not take.
+    "X-test" and "X-valid" are the held-out splits of X. Raises: UserError for an unknown name or option.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)
@@ -59,36 +59,23 @@ def make_env(name: str, **options: Value) -> Env:
             f"environment {base_name} has no -{split}: choose one of its splits, {', '.join(env_class.splits)}"
         )
     regraded = parse_environments(str(options.pop(REGRADED, "")))
-    style = {name: options.pop(name) for name in style_names() if name in options}
-    takes_rewards = "reward" in inspect.signature(env_class).parameters
-    rewards = {} if takes_rewards else {name: options.pop(name) for name in REWARDS if name in options}
-    check_options(base_name, env_class, options)
-    check_options(base_name, Style, style)
-    env = env_class(split=split, **{**preset, **options})
+    own = own_options(name)
+    check_options(base_name, options, own | STYLE | REWARDS)
+    env = env_class(split=split, **preset | {key: x for key, x in options.items() if key in own})
     if env.tokens_per_turn < 0:
         raise UserError(
             f"environment {base_name} needs tokens_per_turn >= 0: raise it, or give 0 for no limit of its own"
         )
-    if rewards:
+    if rewards := {key: x for key, x in options.items() if key in REWARDS.keys() - own}:
+        from envs.own.functions import with_rewards
+
         env = with_rewards(env, base_name, **rewards)
     if regraded:
         from envs.regraded import Regraded
 
-        env = Regraded(env, {label: make_env(name, **options | own) for label, (_, own) in regraded.items()})
+        env = Regraded(env, {label: make_env(name, **options | given) for label, (_, given) in regraded.items()})
+    style = {key: x for key, x in options.items() if key in STYLE}
     return Styled(env, Style(**style)) if style else env
-
-
-def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = "") -> Env:
-    """Returns an environment graded by the user's rewards. Raises: UserError for one of several turns."""
-    if env.max_turns > 1:
-        raise UserError(
-            f"--reward {reward} grades single replies, and an episode of {name} has its own rewards, turn by turn: "
-            "give --reward with an environment of one turn, or with dataset and --episode"
-        )
-    from envs.own.functions import Rewarded, RewardFunctions
-    from envs.own_code import code_files
-
-    return Rewarded(env, RewardFunctions(reward, reward_weights), code_files(reward))
 
 
 def find_class(name: str) -> tuple[type[Env], Options]:
@@ -118,18 +105,13 @@ def test_name(name: str) -> str:
 
 def option_names(name: str) -> set[str]:
     """Returns the options that an environment takes. Raises UserError for an unknown name."""
-    return own_options(name) | {*style_names(), *REWARDS}
+    return {*own_options(name), *STYLE, *REWARDS}
 
 
-def own_options(name: str) -> set[str]:
-    """Returns the options of an environment's own constructor. Raises UserError for an unknown name."""
+def own_options(name: str) -> Options:
+    """Returns the options of an environment's own constructor, with defaults. Raises UserError for an unknown name."""
     env_class, _ = find_class(name)
-    return {*inspect.signature(env_class).parameters} - {"split"}
-
-
-def style_names() -> list[str]:
-    """Returns the options of `Style`."""
-    return [field.name for field in dataclasses.fields(Style)]
+    return {key: x.default for key, x in inspect.signature(env_class).parameters.items() if key != "split"}
 
 
 def parse_environments(text: str, flag: str = "--test_env_name") -> dict[str, tuple[str, Options]]:
@@ -147,15 +129,14 @@ def parse_environments(text: str, flag: str = "--test_env_name") -> dict[str, tu
 
 def parse_options(text: str, flag: str = "--env_options") -> Options:
     """Returns options of a command line: "numbers=3,prompt=bare" gives {"numbers": 3, "prompt": "bare"}."""
-    options = {}
+    options: Options = {}
     for item in filter(None, map(str.strip, text.split(","))):
-        key, equals, value = item.partition("=")
-        key = key.strip()
+        key, equals, value = (part.strip() for part in item.partition("="))
         if not key or not equals:
             raise UserError(f"{flag} {text!r}: {item!r} is not name=value, as in numbers=3,prompt=bare")
         if key in options:
             raise UserError(f"{flag} {text!r} has {key} twice: remove one")
-        options[key] = parse_value(value.strip())
+        options[key] = parse_value(value)
         if type(options[key]) in (int, float):
             check_number(f"{flag}: {key}", options[key])
     return options
@@ -164,22 +145,18 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
 def parse_value(text: str) -> Value:
     """Returns an int, a float or a bool (true, false), the first that the text can be read as; otherwise the text."""
     for convert in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return convert(text)
-        except ValueError:
-            pass
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def check_options(name: str, constructor: Callable[..., Env | Style], options: Options) -> None:
-    """Raises UserError for an option that the constructor does not have, or a value not of its default's type."""
-    defaults = {key: p.default for key, p in inspect.signature(constructor).parameters.items() if key != "split"}
-    names = dict.fromkeys([*defaults, *style_names()])
+def check_options(name: str, options: Options, defaults: Options) -> None:
+    """Raises UserError for an option that has no default, and for a value that is not of its default's type."""
     for key, value in options.items():
         if key not in defaults:
-            close = most_similar(key, names)
+            close = most_similar(key, defaults)
             hint = f" (did you mean {close}?)" if close else ""
-            raise UserError(f"environment {name} has no option {key!r}{hint}: choose one of {', '.join(names)}")
+            raise UserError(f"environment {name} has no option {key!r}{hint}: choose one of {', '.join(defaults)}")
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise UserError(

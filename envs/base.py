@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from envs.grading.answers import final_answer, one_spelling
+from envs.grading.answers import final_answer
 from utils.settings.errors import UserError
 
 NOT_APPLICABLE = "not_applicable"  # part that counts replies without a score, whose return is NaN
@@ -60,19 +60,6 @@ class Text(str):
     def of(cls, text: str, ids: Iterable[int]) -> Self:
         new = cls(text)
         new.ids = tuple(map(int, ids))
-        return new
-
-
-class Trial(str):
-    """A reply that gives a reference, to try a grader, which must read both: equal texts prove nothing."""
-
-    reference: str = ""
-    shown: str = ""  # how the reply gives it, one of WRITTEN in envs/data/questions.py
-
-    @classmethod
-    def of(cls, text: str, reference: str, shown: str) -> Self:
-        new = cls(text)
-        new.reference, new.shown = reference, shown
         return new
 
 
@@ -132,10 +119,7 @@ def cut(text: str, limit: int) -> str:
 
 
 class Episode:
-    """One conversation with the policy: a pure function of the problem, the seed and the replies so far.
-
-    A worker process plays it. If that process dies, another one replays it from its first reply.
-    """
+    """One conversation with the policy, which can be replayed: a function of the problem, the seed and the replies."""
 
     opening: Sequence[Mapping[str, str]] = ()  # the prompt, if the environment `opens` its episodes
 
@@ -209,8 +193,7 @@ class Env:
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 
-        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0, for environments that know what is right.
-        All other keys are logged as they are.
+        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0 if it is known; all keys are logged.
         """
         raise NotImplementedError
 
@@ -235,6 +218,8 @@ class Env:
 
     def vote(self, text: str) -> str | None:
         """Returns the answer that a reply gives in one spelling, for majorities; None if it gives none."""
+        from envs.grading.words import one_spelling
+
         answer = self.answer(text)
         return None if answer is None else one_spelling(answer)
 
@@ -242,8 +227,8 @@ class Env:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; by default the reference."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
-    def trials(self, problem: Problem) -> list[Trial]:
-        """Returns replies that give the references that replies are compared with; may be empty."""
+    def trials(self, problem: Problem) -> list[str]:
+        """Returns replies that give the reference in the ways of models, and must be right; may be empty."""
         return []
 
 
@@ -254,10 +239,7 @@ def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def choose_split(identity: str, one_in: int) -> str:
-    """Returns the split of a problem, by a digest of the text that must not be in two of them.
-
-    One in `one_in` (2 or more) is for test, half as many are for valid.
-    """
+    """Returns the split of a text's digest: test for one in `one_in`, valid for half as many, else train."""
     digest = zlib.crc32(identity.encode())
     if digest % one_in == 0:
         return "test"

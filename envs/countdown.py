@@ -1,9 +1,7 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
-The defaults are those of github.com/kvfrans/lmpo: its prompts, four numbers of 0 to 99, and targets up to 1,000 made as
-in Reasoning Gym. A truncated reply loses 0.05 of its return.
-Sources: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; games/countdown.py of
-github.com/open-thought/reasoning-gym, whose expressions are "chain".
+Sources: github.com/kvfrans/lmpo, whose prompts and ranges are the defaults; github.com/Jiayi-Pan/TinyZero (prompt
+"tinyzero"); games/countdown.py of github.com/open-thought/reasoning-gym (expression "chain").
 """
 
 import random
@@ -55,9 +53,8 @@ MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than an
 class Countdown(Env):
     """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
-    A fifth of all sets of numbers is kept for the test split. So no training problem shares its numbers with a test
-    problem, whatever their order or its target. Test problems are all distinct. Problems of the valid split are on the
-    sets of that fifth that no test problem has. For few small numbers none are left, and there is no such split.
+    A fifth of all sets of numbers is kept for the test split, so no training problem shares its numbers with a test
+    problem. The valid split has those of that fifth that no test problem has: none, for few small numbers.
     """
 
     splits = ("train", "valid", "test")
@@ -108,7 +105,8 @@ class Countdown(Env):
             numbers = tuple(rng.randint(self.min_number, self.max_number) for _ in range(size))
             if self.expression == "chain":
                 numbers, target = chain_randomly(numbers, rng)
-            if not self.is_of_split(numbers):
+            is_held_out = set_split(numbers) == "test"
+            if is_held_out == (self.split == "train") or tuple(sorted(numbers)) in self.test_sets:
                 continue
             if self.expression == "tree":
                 target = self.combine_randomly(list(numbers), rng)
@@ -116,11 +114,6 @@ class Countdown(Env):
                 return numbers, target
         taken = ", since the test split takes all numbers that are held out" if self.split == "valid" else ""
         raise UserError(f"Countdown found no solvable problem{taken}: widen the range of numbers, or raise max_target")
-
-    def is_of_split(self, numbers: tuple[int, ...]) -> bool:
-        """True if problems on these numbers, in any order, belong to this split."""
-        is_held_out = set_split(numbers) == "test"
-        return is_held_out != (self.split == "train") and tuple(sorted(numbers)) not in self.test_sets
 
     def combine_randomly(self, values: list[int], rng: random.Random) -> int | None:
         """Returns the result of a random expression over all values; None when a step leaves the positive integers."""
@@ -163,11 +156,7 @@ class Countdown(Env):
         return Problem(messages, (numbers, target), thinking=True, prefix=prefix, plain=self.prompt == "tinyzero")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the rewards, and three facts about the reply.
-
-        "valid": the answer parses and uses the numbers. "steps": how many steps "a op b = c" are written down.
-        "arithmetic": the share of these that are right; 0.0 if there are none (a guess shows no arithmetic).
-        """
+        """Returns the rewards, whether the answer is "valid", and how many "steps" a op b = c are right."""
         numbers, target = problem.answer
         answer = extract_answer(text) or ""
         left, _, right = answer.partition("=")
@@ -197,8 +186,8 @@ class Countdown(Env):
 def chain_randomly(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...], int]:
     """Returns the numbers, in random order, and the result of an expression that goes over them from left to right.
 
-    Each step picks a random operation. For a division, one of the remaining numbers that divides the value exactly
-    replaces the next number; if there is none, the step subtracts.
+    For a division, one of the remaining numbers that divides the value exactly replaces the next one; if there is none,
+    the step subtracts.
     """
     numbers = list(numbers)
     value = numbers[0]
@@ -247,10 +236,7 @@ def set_split(numbers: tuple[int, ...]) -> str:
 
 
 def share_right_arithmetic(text: str) -> tuple[int, int]:
-    """Returns how many steps "a op b = c" over integers in a text are right, and how many there are.
-
-    They separate an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
-    """
+    """Returns how many steps "a op b = c" over integers in a text are right, and how many there are."""
     steps = STEP.findall(text[:MAX_STEPS_TEXT])
     num_right = 0
     for a, op, b, c in ((int(a), op, int(b), int(c)) for a, op, b, c in steps):

@@ -73,9 +73,6 @@ class Mathematics(Questions):
     def is_equal(self, reference: str, answer: str) -> bool:
         return same_math(reference, answer)
 
-    def is_read(self, reference: str, answer: str) -> bool:
-        return same_math(reference, answer, may_be_alike=False)
-
 
 def remove_benchmarks(rows: list[Row], data_dir: str) -> tuple[list[Row], str]:
     """Returns the rows that stand in none of the benchmarks whose files are in `data_dir`, and a note on the others."""

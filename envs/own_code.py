@@ -1,16 +1,13 @@
-"""Python files of the user: the functions and classes that FILE.py:NAME names, and the modules beside them.
+"""Python files of the user: the functions and classes that FILE.py:NAME names. Their folder is last in `sys.path`."""
 
-The folder of such a file is the last entry of `sys.path`, so installed modules come before those beside the file.
-"""
-
-import ast
 import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, partialmethod
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -34,7 +31,7 @@ class Named(NamedTuple):
 def read_names(value: str, flag: str, kind: str) -> list[Named]:
     """Returns what FILE.py:NAME,NAME,OTHER.py:NAME names, in order: a name alone is one of the file before it.
 
-    Raises: UserError if a file is not there, or none of its names (of a `kind`: function or class) is given.
+    Raises: UserError if a file or the name of a function or class (`kind`) is missing.
     """
     found: list[Named] = []
     for item in map(str.strip, value.split(",")):
@@ -51,43 +48,13 @@ def read_names(value: str, flag: str, kind: str) -> list[Named]:
 
 
 def code_files(value: str) -> tuple[Path, ...]:
-    """Returns the files that FILE.py:NAME,... names, then the modules beside them that they import."""
-    named = [Path(os.path.expanduser(item.rpartition(":")[0])) for item in value.split(",") if ":" in item]
-    folders = {file: file.parent for file in named}
-    files = [*folders]
-    for file in files:  # which grows
-        for found in imported_files(file, folders[file]):
-            if found not in folders:
-                folders[found] = folders[file]
-                files.append(found)
-    return tuple(files)
-
-
-def imported_files(file: Path, folder: Path) -> Iterator[Path]:
-    """Yields the modules under a folder that a file imports, in its functions too; none of this repository's."""
-    try:
-        nodes = ast.walk(ast.parse(file.read_bytes()))
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in nodes:
-        names, base = [], folder
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
-            base = file.parents[min(node.level, len(file.parents)) - 1] if node.level else folder
-        for parts in (name.split(".") for name in names):
-            if base.resolve() == ROOT and parts[0] in LMPO:
-                continue
-            for path in (base.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
-                yield from filter(Path.is_file, (path.with_name(path.name + ".py"), path / "__init__.py"))
+    """Returns the files that FILE.py:NAME,... names; a resumed run compares them, and not what they import."""
+    files = (Path(os.path.expanduser(item.rpartition(":")[0])) for item in value.split(",") if ":" in item)
+    return tuple(dict.fromkeys(files))
 
 
 def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
-    """Returns a function or class (`kind`) of a file, the same to all who load it.
-
-    Raises: UserError when the file fails, or has none of this name.
-    """
+    """Returns a function or class (`kind`) of a file. Raises: UserError when the file fails, or lacks it."""
     file, name = named
     try:
         module = load_module(file.absolute())
@@ -109,9 +76,8 @@ def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Returns the module in a file, which imports those beside it; it is executed again if the file has changed.
+    """Returns the module in a file, under the file's name if it is free; it is executed again if the file has changed.
 
-    It has the name of its file, so that processes that it spawns find its functions, unless another module has it.
     Raises: UserError if it imports a module beside it that has the name of a package of ours.
     """
     modified = path.stat().st_mtime_ns
@@ -119,10 +85,11 @@ def load_module(path: Path) -> ModuleType:
         return sys.modules[LOADED[path][0]]
     # The folder from which the file imports: its own, or the one that holds its outermost package.
     root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
-    for file in code_files(f"{path}:"):
-        first = file.relative_to(root).parts[0] if file.is_relative_to(root) else ""
-        if file != path and first.removesuffix(".py") in LMPO:
-            raise UserError(f"{path} imports {root / first}, and a package of lmpo has this name: rename it")
+    imports = rf"^\s*(?:from|import)\s+({'|'.join(LMPO)})\b"
+    for first in re.findall(imports, path.read_text(encoding="utf-8"), re.MULTILINE):
+        neighbor = next(filter(Path.exists, (root / f"{first}.py", root / first)), None)
+        if neighbor and root.resolve() != ROOT:
+            raise UserError(f"{path} imports {neighbor}, and a package of lmpo has this name: rename it")
     if str(root) not in sys.path:
         sys.path.append(str(root))
     importlib.invalidate_caches()

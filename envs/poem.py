@@ -1,7 +1,4 @@
-"""Poem: the reward is the number of characters written. The easiest environment: a run that fails here is broken.
-
-Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (their source: imagenet_labels.txt).
-"""
+"""Poem: the reward is the number of characters written, as in github.com/kvfrans/lmpo."""
 
 import os
 from pathlib import Path

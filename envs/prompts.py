@@ -19,7 +19,7 @@ Tasks = Int[np.ndarray, "N"]  # numbers of problems
 def find_tasks(
     name: str, env: Env, encode: Encode, limit: int, remedy: str = "raise --prompt_length"
 ) -> tuple[Tasks | None, str]:
-    """Returns the numbers of the problems whose prompts have at most `limit` tokens, None: all; and which do not.
+    """Returns the numbers of the problems whose prompts have at most `limit` tokens (None: all), and which do not.
 
     Raises: UserError with the `remedy` when no prompt is short enough.
     """
@@ -35,38 +35,16 @@ def find_tasks(
     return tasks, f"{name}: {dropped} of more than {limit} tokens skipped, from problem {first} on"
 
 
-def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:
-    """Returns the tokens of prompts of these tasks; None: of all, or of MAX_MEASURED spread over the environment."""
-    if tasks is None:
-        count = min(MAX_MEASURED, env.num_tasks)
-        indices = np.linspace(0, env.num_tasks - 1, count)
-        tasks = np.unique(indices.astype(int))
-    problems = (env.problem(int(task)) for task in tasks)
-    return [len(encode(problem)) for problem in problems]
-
-
-def longest_prompt(env: Env, encode: Encode, tasks: Tasks | None = None) -> int:
-    """Returns the tokens of the longest prompt of these tasks; None: of MAX_MEASURED spread over the environment.
-
-    Few are encoded: those whose bound is above the longest one so far.
-    """
-    if tasks is None:
-        return max(prompt_lengths(env, encode))
-    bound = TokenBound(encode)
-    problems = [env.problem(int(task)) for task in tasks]
-    longest = 0
-    for most, i in sorted(((bound(problem), i) for i, problem in enumerate(problems)), reverse=True):
-        if most <= longest:
-            break
-        longest = max(longest, len(encode(problems[i])))
-    return longest
+def prompt_lengths(env: Env, encode: Encode) -> list[int]:
+    """Returns the tokens of all prompts, or of MAX_MEASURED spread over the environment."""
+    tasks = np.linspace(0, env.num_tasks - 1, min(MAX_MEASURED, env.num_tasks)).astype(int)
+    return [len(encode(env.problem(task))) for task in np.unique(tasks).tolist()]
 
 
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
-    Rows of files are all measured, whatever their number. Of more than MAX_MADE_UP generated problems, a sample is
-    measured first, and the others only if a part of the sample is too long.
+    Of more than MAX_MADE_UP generated problems, others than a sample are measured only if a part of it is too long.
     """
     if env.is_generated and env.num_tasks > MAX_MADE_UP:
         sample = prompt_lengths(env, encode)

@@ -6,10 +6,7 @@ from envs.base import Changed, Env, Problem
 
 
 class Regraded(Changed):
-    """An environment of one turn whose replies are graded by others too, which have the same problems.
-
-    `others`: by label. Their rewards stand after the environment's own, as "LABEL/return" and "LABEL/correct_answer".
-    """
+    """An environment of one turn whose replies `others` grade too; their rewards are "LABEL/return" and so on."""
 
     def __init__(self, env: Env, others: Mapping[str, Env]):
         super().__init__(env)

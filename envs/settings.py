@@ -27,7 +27,7 @@ from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # options of the sampler that --test_env_name can set, too
-STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+INHERITED = ("form", "system", "thinking", "prefix", "plain")  # by a test environment, from training
 GRADING = {"form", "partial"}  # options by which the same replies are graded again
 CODE = {"reward": "", "episode": "", "agent": "", "sandbox": "on"}  # options that run code: the value that runs none
 CODE_INSIDE = re.compile(rf"\b({'|'.join(CODE)})\s*=\s*([^,()]*)")  # such an option in a text of options, nested or not
@@ -75,8 +75,7 @@ class EnvConfig:
     def settle(options: Mapping[str, Value], presets: Mapping[str, str]) -> dict[str, Value]:
         """Returns --env_options of a preset without those that an --env_name above it does not take, and prints which.
 
-        Raises: UserError for options of a preset that its own environment does not take, and for one that would run
-        code unless the preset is Python: a config.json names no code.
+        Raises: UserError for options that the preset's own environment does not take, and for code in a config.json.
         """
         for file in sorted({file for file in presets.values() if file and Path(file).suffix != ".py"}):
             check_code(file, {name: value for name, value in options.items() if presets.get(name) == file})
@@ -97,15 +96,15 @@ class EnvConfig:
     def options(self, name: str) -> Options:
         """Returns the options of an environment, as --env_options and other flags set them.
 
-        A test environment of another kind than --env_name takes over the options of style that it has. Files go to
-        each environment that reads such files. Rewards go to each environment without its own grader.
+        A test environment of another kind than --env_name inherits style, files that it reads, and rewards if it has no
+        grader.
         """
         names = option_names(name)
         flags = {key: getattr(self, key) for key in FILES if key in names and getattr(self, key)}
         options = parse_options(self.env_options) | flags
         if split_name(name)[0] == split_name(self.env_name)[0]:
             return options
-        inherited = names & {*STYLE, *FILES} - ({*REWARDS} - own_options(name))
+        inherited = names & {*INHERITED, *FILES} - (REWARDS.keys() - own_options(name))
         return {key: value for key, value in options.items() if key in inherited}
 
 
@@ -134,10 +133,7 @@ def check_code(file: str, settings: Mapping[str, Value]) -> None:
 
 
 def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:
-    """Returns the settings of a run by which its environment is played on held-out problems.
-
-    They are --env_options and limits, changed by those of --test_env_name if it is the same environment.
-    """
+    """Returns the settings of a run by which its environment is played on held-out problems."""
     settings = dict(settings)
     if own := settings.pop("test_env_options", ""):  # of an earlier version, as `also_eval`
         settings["test_env_name"] = f"{settings.get('test_env_name', '')}({own})"
@@ -203,10 +199,7 @@ class RolloutSettings:
 
 
 def describe_environments(environments: Iterable[RolloutSettings]) -> list[str]:
-    """Returns how environments are played, alike ones on a line, and facts on the rows of each.
-
-    Each fact is printed once: a held-out split shares most of them with the rows to train on.
-    """
+    """Returns how environments are played, alike ones on a line, and each fact on their rows once."""
     environments = list(environments)
     names: dict[str, list[str]] = {}
     for played in environments:
@@ -225,11 +218,7 @@ def system_prompt(messages: Iterable[Mapping[str, str]]) -> str:
 
 
 def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, sampling: Any) -> dict[str, RolloutSettings]:
-    """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
-
-    Further environments of --test_env_name have the roles "test_env.LABEL". `sampling`: a SamplingConfig. Raises:
-    UserError.
-    """
+    """Returns how environments are played, by role: "env" trains, "test_env" and "test_env.LABEL" are held out."""
     training = resolve_settings(config, config.env_name, sampling.num_generation_tokens, sampling.force_answer_at)
     limits = training.max_new_tokens, training.force_answer_at
     environments = {"env": training} | by_role(resolve_held_out(config, held_out.test_env_name, *limits))
@@ -247,11 +236,9 @@ def resolve_held_out(
 ) -> list[RolloutSettings]:
     """Returns how the environments of a list such as "gsm8k-test,gsm8k(form=any)" are played.
 
-    One without a split has that of an environment before it of the same name, or the test split. If it differs from
-    that environment in GRADING only, it is not sampled: that environment grades each reply in both ways.
-    is_inherited: the list is --test_env_name, and limits are those of training; if not, it is --env_name.
-
-    Raises: UserError for an unknown environment, and for an option that it does not take.
+    One without a split has that of an environment of its name before it, or the test split. If it differs from that one
+    in GRADING only, each reply is graded in both ways. is_inherited: the list is --test_env_name, with limits of
+    training; if not, it is --env_name. Raises: UserError.
     """
     flag, played = "--test_env_name" if is_inherited else "--env_name", []
     for label, (name, own) in parse_environments(text, flag).items():
@@ -279,20 +266,14 @@ def resolve_settings(
     overrides: Options = MappingProxyType({}),
     is_inherited: bool = False,
 ) -> RolloutSettings:
-    """Returns how an environment is played.
+    """Returns how an environment is played; `overrides`: its own options, which may have the two LIMITS.
 
-    A test environment inherits the limits of training (`is_inherited`), and its style by `EnvConfig.options`.
-    `overrides`: its own options, which may have the two LIMITS. Raises: UserError for what it does not take.
+    A test environment inherits the limits of training (`is_inherited`). Raises: UserError.
     """
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
             raise UserError(f"{key} is a number of tokens, not {overrides[key]!r}: give an integer")
     options = config.options(name) | {key: value for key, value in overrides.items() if key not in LIMITS}
-    code = [str(options.get(key, "")) for key in ("reward", "episode")]
-    if any(code):
-        from envs.own.functions import try_import
-
-        try_import(*code)
     env = make_env(name, **options)
     limit = overrides.get("num_generation_tokens", num_generation_tokens)
     limit = env.tokens_per_action if limit < 0 else limit
@@ -320,10 +301,7 @@ def regraded(settings: RolloutSettings, own: Options, label: str) -> RolloutSett
 
 
 def forced_answer(env: Env) -> ForcedAnswer:
-    """Returns the beginning of an answer in the environment's form; empty if its prompts show no form.
-
-    In the form `any` a reply may give its answer in every form, and the one that the prompt shows is forced.
-    """
+    """Returns the beginning of an answer in the environment's form, or in that of its prompts; may be empty."""
     signs = {form: start.strip(" {") for form, start in ANSWER_STARTS.items()}
     if env.form in ANSWER_STARTS:
         return ForcedAnswer(ANSWER_STARTS[env.form], (signs[env.form],))

@@ -14,23 +14,15 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-import base64
-import contextlib
-import hashlib
 import json
-import re
-import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any, Protocol
 
-import jax
-
-from core.chat.models import ChatCommand, ChatModel, ShowText, load_chat_models
+from core.chat.models import ChatCommand, ChatModel, load_chat_models
 from core.eval import find_run
 from envs import make_env, test_name
 from envs.base import Env
@@ -38,7 +30,6 @@ from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig, code_settings
 from models.messages import Message
 from utils.devices.startup import ending_together, make_layout
-from utils.metrics.terminal import lowered_program
 from utils.settings.config import parse
 from utils.settings.errors import UserError, describe_error, on_one_line, user_errors
 from utils.settings.options import option
@@ -46,10 +37,8 @@ from utils.settings.presets import demo_of_tiny
 
 PAGE = Path(__file__).with_name("chat_web.html")
 ROLES = ("user", "assistant")
-MAX_CHARS = 10**6  # characters of a conversation; encoding 300,000 takes a second
 NUM_EXAMPLES = 6  # held-out problems on the page
-MAX_BYTES = 10**7  # of a request
-SLOW = 10.0  # seconds in which a page must send a request, or take a text
+MAX_BYTES = 10**6  # of a request; encoding 300,000 characters takes a second
 
 
 @dataclass(frozen=True)
@@ -98,65 +87,40 @@ class GradedModel(ChatModel):
         self.sampler = replace(self.sampler, distribution=distribution)
 
 
-class PageModel(Protocol):
-    """What the page asks of a model; GradedModel documents it."""
-
-    name: str
-    has_one_turn: bool
-
-    def reply(self, messages: list[Message], show_text: ShowText) -> str: ...
-    def change(self, name: str, value: str) -> None: ...
-    def grade(self, messages: list[Message], reply: str) -> bool | None: ...
-
-
 class ChatServer(ThreadingHTTPServer):
     """Serves the page and the replies of models; they are computed one at a time."""
 
     daemon_threads = True
 
-    def __init__(self, models: Sequence[PageModel], port: int, examples: Sequence[str] = ()):
-        self.models, self.examples = models, examples
-        self.lock = Lock()  # of the model that replies
-        self.is_ending = False
+    def __init__(self, models: Sequence[GradedModel], port: int, examples: Sequence[str] = ()):
+        self.models, self.lock, self.is_ending = models, Lock(), False  # the lock is of the model that replies
+        shown = [{"name": model.name, "hasOneTurn": model.has_one_turn} for model in models]
+        data = json.dumps({"models": shown, "examples": list(examples)}).replace("<", "\\u003c")
+        self.page = PAGE.read_text(encoding="utf-8").replace("{{data}}", data)
         super().__init__(("127.0.0.1", port), Handler)
+        # A request by another name comes from a site that points to this machine.
+        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
 
     def handle_error(self, *args: object) -> None:
         """Prints the traceback of an error, unless it is of a connection, which a page may end at any time."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(*args)
 
-    @property
-    def hosts(self) -> set[str]:
-        """Host names of the page; a request by another name comes from a site that points to this machine."""
-        return {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
-
-    @cached_property
-    def page(self) -> tuple[str, str]:
-        """The page, and a policy under which its own script alone runs."""
-        models = [{"name": model.name, "hasOneTurn": model.has_one_turn} for model in self.models]
-        data = json.dumps({"models": models, "examples": list(self.examples)}).replace("<", "\\u003c")
-        text = PAGE.read_text(encoding="utf-8").replace("{{data}}", data)
-        script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
-        return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-
 
 class Handler(BaseHTTPRequestHandler):
     """Answers a request."""
 
     server: ChatServer
-    timeout = SLOW
+    timeout = 10.0  # seconds in which a page must send a request, or take a text
 
     def do_GET(self) -> None:
         if self.headers["Host"] not in self.server.hosts or self.path != "/":
             return self.send_error(404)
-        text, policy = self.server.page
-        self.begin("text/html; charset=utf-8", policy)
-        self.wfile.write(text.encode())
+        self.begin("text/html; charset=utf-8")
+        self.wfile.write(self.server.page.encode())
 
     def do_POST(self) -> None:
-        """Streams a reply, an object on each line: what is compiled, the text as it grows, and if it is right."""
+        """Streams a reply, an object on each line: the text as it grows, then if it is right."""
         is_page = self.headers["Origin"] in {f"http://{host}" for host in self.server.hosts}
         if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
             return self.send_error(400)
@@ -164,20 +128,17 @@ class Handler(BaseHTTPRequestHandler):
             size = int(self.headers["Content-Length"] or 0)
             if not 0 <= size <= MAX_BYTES:
                 raise ValueError(f"a request has at most {MAX_BYTES:,} bytes")
-            model, messages, temperature = read_request(json.loads(self.rfile.read(size)), self.server.models)
+            request = json.loads(self.rfile.read(size))
+            model, messages = self.server.models[int(request["model"])], request["messages"]
+            if not all(message["role"] in ROLES and isinstance(message["content"], str) for message in messages):
+                raise ValueError(f"a message has a role of {', '.join(ROLES)}, and text")
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             return self.send_error(400, explain=on_one_line(str(error)))
         self.begin("text/plain; charset=utf-8")
-        num_chars = sum(len(message["content"]) for message in messages)
-        if num_chars > MAX_CHARS:
-            return self.send_line("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
         with self.server.lock:
-            if self.server.is_ending or self.page_has_gone():
-                return  # stopped while another model replied: this reply is not read
             try:
-                model.change("temperature", temperature)
-                with telling_compilations(partial(self.send_line, "compiling")):
-                    text = model.reply(messages, partial(self.send_line, "text"))
+                model.change("temperature", str(request["temperature"]))
+                text = model.reply(messages, partial(self.send_line, "text"))
                 self.send_line("text", text)
                 self.send_line("right", model.grade(messages, text))
             except UserError as error:
@@ -188,24 +149,11 @@ class Handler(BaseHTTPRequestHandler):
                 traceback.print_exc()
                 self.send_line("error", describe_error(error))
 
-    def page_has_gone(self) -> bool:
-        """Returns True when the page has closed the connection."""
-        self.connection.settimeout(0)
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False  # open, and nothing more to read
-        except OSError:
-            return True
-        finally:
-            self.connection.settimeout(self.timeout)
-
-    def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
+    def begin(self, kind: str) -> None:
         """Sends the head of an answer, whose end is that of the connection."""
         self.send_response(200)
-        headers = {"Content-Type": kind, "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        for name, value in (headers | {"Cache-Control": "no-store"}).items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", "no-store")
         self.end_headers()
 
     def send_line(self, kind: str, text: str | bool | None) -> None:
@@ -219,36 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         """Prints nothing: the page shows what happens."""
 
 
-@contextlib.contextmanager
-def telling_compilations(tell: ShowText) -> Iterator[None]:
-    """Sends the name of each program that is about to be compiled in the block."""
-
-    def on_compilation(event: str, seconds: float, fun_name: str = "", **_) -> None:
-        if name := lowered_program(event, fun_name):
-            with contextlib.suppress(OSError):  # the page has gone: the next text ends the reply
-                tell(name)
-
-    jax.monitoring.register_event_duration_secs_listener(on_compilation)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(on_compilation)
-
-
-def read_request(request: Any, models: Sequence[PageModel]) -> tuple[PageModel, list[Message], str]:
-    """Returns the model, the conversation and the temperature of a request. Raises: ValueError, KeyError, TypeError."""
-    messages = []
-    for message in request["messages"]:
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ValueError(f"a message has a role of {', '.join(ROLES)}, and text")
-        messages.append({"role": message["role"], "content": message["content"]})
-    number = request["model"]
-    if type(number) is not int or not 0 <= number < len(models):
-        raise ValueError(f"there are models 0 to {len(models) - 1}")
-    return models[number], messages, str(request["temperature"])
-
-
-def serve(models: Sequence[PageModel], port: int, examples: Sequence[str] = ()) -> None:
+def serve(models: Sequence[GradedModel], port: int, examples: Sequence[str] = ()) -> None:
     """Serves the page, with examples to click, until Ctrl-C. Raises: UserError if the port is taken."""
     try:
         server = ChatServer(models, port, examples)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from threading import Lock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
@@ -49,11 +48,6 @@ class MemberSampler(Sampler):
     def alone(self) -> Sampler:
         """Returns a sampler with the same settings that does not wait for other members, and calls no hook."""
         return Sampler(**settings_of(self) | {"on_segment": None})
-
-
-def weights_of_members(members: Int[np.ndarray, "B"], weights: Weights, rows: Int[np.ndarray, "S"]) -> Weights:
-    """Returns joined weights for these rows of a call, each with the adapters of its member."""
-    return with_members(weights, members[rows])
 
 
 def settings_of(sampler: Sampler) -> dict[str, object]:
@@ -148,7 +142,7 @@ class SharedSampler:
         weights, members = self.join_weights(batch)
         sampler = replace(sampler, on_segment=partial(self.on_segment, batch, starts))
         if members is not None:
-            sampler = replace(sampler, weights_of=partial(weights_of_members, members))
+            sampler = replace(sampler, weights_of=lambda weights, rows: with_members(weights, members[rows]))
         completions = sampler.draw(weights, prompts, keys)
         for request, start in zip(batch, starts[:-1], strict=True):
             rows = np.arange(start, start + len(request.keys))
@@ -179,19 +173,15 @@ def join_members(members: Sequence[Weights]) -> Weights:
     """
     first = members[0]
     layers = zip(*(weights[LAYERS] for weights in members), strict=True)
-    layers = [layer[0] | join_adapters([adapters_of(member) for member in layer]) for layer in layers]
+    layers = [layer[0] | join_adapters(layer) for layer in layers]
     rank = next(x.shape[0] for layer in first[LAYERS] for name, x in layer.items() if name.endswith(LORA_A))
     return first | {LAYERS: layers, MEMBERS: jnp.repeat(jnp.arange(len(members)), rank)}
 
 
-def adapters_of(layer: LayerParams) -> LayerParams:
-    return {name: x for name, x in layer.items() if name.endswith((LORA_A, LORA_B))}
-
-
-@jax.jit
 def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
     """Returns A [k r, in] and B [k r, out] of a layer, joined from k members."""
-    return {name: jnp.concatenate([adapters[name] for adapters in members]) for name in members[0]}
+    names = [name for name in members[0] if name.endswith((LORA_A, LORA_B))]
+    return {name: jnp.concatenate([layer[name] for layer in members]) for name in names}
 
 
 def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:

@@ -40,7 +40,6 @@ from core.run.report import describe_steps
 from core.run.run import Run
 from envs.settings import resolve_environments
 from extras.members import MemberSampler, SharedSampler, labeled_output, settings_of
-from extras.plots import plot_runs
 from models.checkpoint import load_policy
 from models.state import TrainState
 from models.tokenizer import Tokenizer
@@ -217,17 +216,17 @@ def check_members(configs: Mapping[str, Config]) -> None:
                     f"--{known.name} is {theirs[known.name]!r} in {first_name} and {mine[known.name]!r} in {name}, but "
                     "members share the base and the sampler: give it one value"
                 )
+        single = {
+            "--ahead": config.ahead, "--task_sampling bins": config.update.task_sampling == "bins",
+            "--teacher": config.distill.teacher, "--profile": config.run.profile,
+            "options of wandb": asks_for_wandb(config.run),
+        }  # fmt: skip
+        alone = [name for name, is_on in single.items() if is_on]
         refuse([
             (not config.lora.lora_rank, "--population trains adapters over one base: give --lora_rank"),
             (config.lora.lora_merge == "always",
              "--lora_merge always makes a copy with the adapters of one member only: leave it out"),
-            (config.ahead, "--ahead works in a single run only: leave it out of a population"),
-            (config.update.task_sampling == "bins",
-             "--task_sampling bins works in a single run only: leave it out of a population"),
-            (config.distill.teacher, "--teacher works in a single run only: leave it out of a population"),
-            (config.run.profile, "--profile traces a single run only: leave it out of a population"),
-            (asks_for_wandb(config.run),
-             "wandb logs one run of a process, and a population has several: leave out its options"),
+            (alone, f"{', '.join(alone)}: a population has several runs, so leave this out"),
         ])  # fmt: skip
 
 
@@ -303,7 +302,7 @@ def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
 
 
 def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptions]) -> None:
-    """Prints the last held-out scores of all members, and writes population.png and population.html."""
+    """Prints the last held-out scores of all members, and writes population.html."""
     runs = {member.name: read_metrics(member.run.folder.path / "metrics.jsonl") for member in members}
     groups = {}  # groups of members that differ in the seed only
     for name, own in values.items():
@@ -312,9 +311,8 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptio
     folder = members[0].run.folder.path.parent
     if scores := format_runs(runs, groups):
         print(scores)
-    plot_runs(runs, folder / "population.png")
     write_report([member.run.folder.path for member in members], folder / "population.html")
-    print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
+    print(f"curves and completions: {folder / 'population.html'}")
 
 
 def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]]) -> str:

@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from core.config import Config
 from core.records import Completions, first_rows
-from core.rollout import RolloutWorker, make_worker
+from core.rollout import make_worker
 from core.run.card import training_command
 from core.run.rollouts import transcript
 from core.run.stored import read_rollouts
-from core.terms.turn_rewards import turn_numbers
 from envs.settings import EnvConfig, check_code, resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.memory import sampling_room
@@ -49,23 +48,16 @@ EMPTY: Mapping[str, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class EpisodeConfig:
-    """Episode."""
-
-    rollouts: str = option("", "Rollouts of a run, RUN/rollouts/step_N, as --save_rollouts writes them", essential=True)
-    row: int = option(0, "Row of --rollouts, counted from 0", essential=True)
-
-
-@dataclass(frozen=True)
 class ReplayCommand:
     """Replay of an episode. The settings come from its run; those that run code are named here."""
 
-    episode: EpisodeConfig = group(EpisodeConfig)
+    rollouts: str = option("", "Rollouts of a run, RUN/rollouts/step_N, as --save_rollouts writes them", essential=True)
+    row: int = option(0, "Row of --rollouts, counted from 0", essential=True)
     env: EnvConfig = group(EnvConfig)
     devices: DeviceConfig = group(DeviceConfig)
 
     def __post_init__(self):
-        if not self.episode.rollouts:
+        if not self.rollouts:
             raise UserError("--rollouts is empty: name a file of a run, RUN/rollouts/step_N")
 
 
@@ -80,13 +72,6 @@ class Stored:
     position: int  # of its group in the run
     prompt_length: int
     tokens: Int[np.ndarray, "T"]  # prompt and what follows
-    mask: Bool[np.ndarray, "T"]
-
-    @property
-    def turns(self) -> list[Int[np.ndarray, "n"]]:
-        """Tokens of each turn."""
-        numbers = turn_numbers(self.mask[None])[0]
-        return [self.tokens[self.mask & (numbers == turn)] for turn in range(numbers.max() + 1)]
 
 
 def read_stored(path: str, row: int) -> tuple[Stored, Config]:
@@ -121,7 +106,6 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         int(rows["positions"][row]),
         int(rows["prompt_lengths"][first]),
         rows["tokens"][first, :length],
-        rows["mask"][first, :length],
     )
     return stored, config
 
@@ -160,18 +144,12 @@ def replay(path: str, row: int, layout: Layout, named: Mapping[str, Value] = EMP
         weights = worker.load_weights(make_policy(base, params))
         problem = tokenizer.decode(stored.tokens[: stored.prompt_length]).strip()
         print(f"step {stored.step}, row {row}, sample {stored.sample} of problem {stored.task}: {printable(problem)}")
-        tasks = task_index(worker, stored.task)
+        ids = worker.fitting_ids  # of the problems that it plays; None: all
+        tasks = np.array([stored.task]) if ids is None else np.flatnonzero(ids == stored.task)
         episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
     outcome = compare(episodes.completions, stored)
     text = f"{'#' * 8} drawn again\n{transcript(episodes, stored.sample)}\n{'-' * 8} {outcome}"
     print(printable(text, max_chars=10**6))
-
-
-def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
-    """Returns the index of a problem among those that a worker plays."""
-    if worker.fitting_ids is None:
-        return np.array([task])
-    return np.flatnonzero(worker.fitting_ids == task)
 
 
 def compare(completions: Completions, stored: Stored) -> str:
@@ -187,9 +165,7 @@ def compare(completions: Completions, stored: Stored) -> str:
 
 
 def main(config: ReplayCommand) -> None:
-    episode = config.episode
-    layout = make_layout(config.devices)
-    replay(episode.rollouts, episode.row, layout, to_dict(config.env))
+    replay(config.rollouts, config.row, make_layout(config.devices), to_dict(config.env))
 
 
 if __name__ == "__main__":

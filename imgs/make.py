@@ -1,6 +1,5 @@
 """Draws the pictures of README.md from recorded runs; those that are not named stay as they are.
 
-    python imgs/make.py --loop    # the drawing of a step
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # recipes/games/run.sh --seed 0, 1, 2
@@ -25,7 +24,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from bench import objectives
-from extras import plots
+from extras import compare
 from utils.metrics.curves import COLORS, read_metrics
 from utils.reporting.page import label_runs, write_report
 
@@ -33,30 +32,13 @@ HERE = Path(__file__).resolve().parent
 RUNGS = ("models/tiny", "SFT", "IPO", "RLOO")
 RANKS = ("full", "rank1", "rank4", "rank16")
 WIDTH, HEIGHT, SCALE = 700, 1050, 1.5  # of each half of the report's picture, CSS pixels
-REWARDS = np.array([1, 0.1, 0.1, 0])  # of four completions in the drawing of the loop
-ADVANTAGES = (REWARDS - REWARDS.mean()) / REWARDS.std()
-LEFT, MIDDLE, RIGHT, TOP, BOTTOM = 2, 327, 652, 42, 200  # corners of its boxes, pixels
-BOX_WIDTH, BOX_HEIGHT = 230, 96
-BLUE, PURPLE, GRAY = "#0969da", "#8250df", "#768390"  # on white and on black, with white text inside
-BOXES = (  # corner, color, title, lines
-    (LEFT, TOP, BLUE, "policy", "a language model", "core/sampler.py"),
-    (MIDDLE, TOP, BLUE, "completions", "a group of each prompt", "core/rollout.py"),
-    (RIGHT, TOP, BLUE, "environment", "sets problems, grades replies", "envs/"),
-    (RIGHT, BOTTOM, PURPLE, "rewards", "of a group: " + ", ".join(f"{x:g}" for x in REWARDS), "envs/scoring/"),
-    (MIDDLE, BOTTOM, PURPLE, "advantages", ", ".join(f"{x:+.1f}" for x in ADVANTAGES), "core/advantages.py"),
-    (LEFT, BOTTOM, PURPLE, "gradient", "of A log p, where not clipped", "core/learner.py"),
-)
-ARROWS = (  # path, label and its middle
-    ("M236 90 h81", "sample", 280, 82),
-    ("M561 90 h81", "play", 605, 82),
-    ("M767 142 v48", "grade", 793, 174),
-    ("M648 248 h-81", "compare", 606, 240),
-    ("M323 248 h-81", "weigh", 279, 240),
-    ("M117 196 v-48", "step", 138, 174),
-    ("M767 38 v-14 H117 v10", "prompts", 442, 18),
-)
-PHASES = (("rollouts", 160), ("policy improvement", 188))
-ROLLOUTS = 'document.getElementById("rollouts-title").scrollIntoView();'
+BLUE = "#0969da"  # on white and on black
+ROLLOUTS = """
+const group = document.getElementById("group");
+group.value = "7";  // a problem that takes a longer search after training
+group.dispatchEvent(new Event("input", { bubbles: true }));
+document.getElementById("rollouts-title").scrollIntoView();
+"""
 
 
 def photograph(run: Path, out: Path) -> None:
@@ -82,37 +64,9 @@ def photograph(run: Path, out: Path) -> None:
     picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(out, optimize=True)  # a third of the bytes
 
 
-def draw_loop(out: Path) -> None:
-    """Draws a step of training as SVG without a background."""
-    parts = []
-
-    def write(x: float, y: float, text: str, style: str) -> None:
-        parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{text.replace("-", "−")}</text>')
-
-    for x, y, color, title, line, file in BOXES:
-        parts.append(f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="10" fill="{color}"/>')
-        middle = x + BOX_WIDTH / 2
-        write(middle, y + 31, title, 'fill="white" font-size="18" font-weight="600"')
-        write(middle, y + 55, line, 'fill="white"')
-        write(middle, y + 78, file, 'fill="white" font-family="ui-monospace, monospace" font-size="13"')
-    for path, label, x, y in ARROWS:
-        parts.append(f'<path d="{path}" fill="none" stroke="{GRAY}" stroke-width="2" marker-end="url(#tip)"/>')
-        write(x, y, label, f'fill="{GRAY}"')
-    for name, y in PHASES:
-        write(MIDDLE + BOX_WIDTH / 2, y, name, f'fill="{GRAY}" font-style="italic"')
-    width, height = RIGHT + BOX_WIDTH + 2, BOTTOM + BOX_HEIGHT + 2
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui, sans-serif" font-size="14" text-anchor="middle">'
-    )
-    tip = f'<path d="M0 0 L6 3 L0 6 z" fill="{GRAY}"/>'
-    marker = f'<marker id="tip" markerWidth="6" markerHeight="6" refX="3" refY="3" orient="auto">{tip}</marker>'
-    out.write_text("\n".join([head, marker, *parts, "</svg>\n"]), encoding="utf-8")
-
-
 def draw_ladder(folder: Path, out: Path) -> None:
     """Draws the held-out scores of each rung of runs/ladder.sh, a line for each seed, with their 95% intervals."""
-    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    figure = compare.make_figure(figsize=(7, 3.5), dpi=100)
     axis = figure.subplots()
     for number, file in enumerate(sorted(folder.glob("seed*/scores.json"))):
         ipo, *others, rloo = json.loads(file.read_text())
@@ -134,7 +88,7 @@ def draw_gsm8k(run: Path, out: Path) -> None:
     steps, scores = curves["test_env/correct_answer"]
     low, high = (curves[f"test_env/correct_answer{end}"][1] for end in ("_low", "_high"))
     seconds = dict(zip(*curves["times/run"], strict=True))
-    figure = plots.make_figure(figsize=(7, 3.5), dpi=100)
+    figure = compare.make_figure(figsize=(7, 3.5), dpi=100)
     axis = figure.subplots()
     errors = np.subtract(scores, low), np.subtract(high, scores)
     axis.errorbar(steps, scores, errors, fmt="o-", color=BLUE, capsize=3)
@@ -146,7 +100,6 @@ def draw_gsm8k(run: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--loop", action="store_true", help="the drawing of a step, for loop.svg")
     parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
     parser.add_argument("--smollm", nargs="+", metavar="RUN", help="runs of runs/smollm.sh, for smollm.png")
     parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of guess, recipes/games/run.sh, for guess.png")
@@ -157,12 +110,10 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, metavar="RUN", help="a run of GSM8K, for gsm8k.png")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
-    if args.loop:
-        draw_loop(HERE / "loop.svg")
     for name in ("demo", "smollm", "guess", "games"):
         if folders := getattr(args, name):
             runs = {label: read_metrics(file) for label, file in label_runs(folders).items()}
-            plots.plot_runs(runs, HERE / f"{name}.png")
+            compare.plot_runs(runs, HERE / f"{name}.png")
     for name in ("lora", "lora_smollm"):
         if folder := getattr(args, name):
             files = {rank: sorted(folder.glob(f"{rank}/seed=*/metrics.jsonl")) for rank in RANKS}

@@ -123,6 +123,7 @@ class Decoder:
     base_dtype: str = ""  # dtype of the matrices below adapters: int8, or empty for that of the matmuls
     merges_adapters: bool = False  # for sampling, adapters are added to a copy of their base
     has_images: bool = field(default=False, compare=False)  # in the model's file; saved adapters keep its names
+    config: str = field(default="", compare=False, repr=False)  # JSON that it was read from, which saved models keep
     mesh: Mesh | None = None  # mesh of the kernels that XLA cannot partition by itself; None: no kernels
 
     @property

@@ -215,22 +215,6 @@ def dequantize_kv(
     return operand, heads.scale[..., 0][:, :, None]
 
 
-def to_cache(k: NewHeads, v: NewHeads, kv_dtype: str) -> LayerCache:
-    """Returns keys and values as a cache of `kv_dtype` stores them, in its layout."""
-    keys = quantize_kv(rearrange(k, "B T K C -> B K T C"), kv_dtype)
-    values = quantize_kv(rearrange(v, "B T K C -> B K T C"), kv_dtype)
-    return keys, values
-
-
-def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, column: Int[Array, ""], kv_dtype: str) -> LayerCache:
-    """Writes the keys and values of new tokens into the cache, from `column` on: in place inside a loop."""
-
-    def write(old: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice(old, new, (0, 0, column, 0))
-
-    return jax.tree.map(write, cache, to_cache(k, v, kv_dtype))
-
-
 def row_scores(q: Float[Array, "B K Q C"], keys: CachedHeads) -> Float[Array, "B K Q S"]:
     """Computes the products of queries with the keys of their own row."""
     multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -264,7 +248,8 @@ def decode_attention(
     Returns the cache with the new tokens in it, from `column` on; what it held from there on is masked. The P columns
     `before` it, of which the first `ends` hold tokens, are only read: the pages of models/pages.py.
     """
-    cache = write_cache(cache, k, v, column, kv_dtype)
+    new = tuple(quantize_kv(rearrange(heads, "B T K C -> B K T C"), kv_dtype) for heads in (k, v))
+    cache = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0, 0, column, 0)), cache, new)
     keys, key_scale = dequantize_kv(cache[0], q.dtype)
     values, value_scale = dequantize_kv(cache[1], q.dtype)
     keys_before, key_scale_before = dequantize_kv(before[0], q.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from models.architecture import Decoder, Spec
 from models.families import DTYPES, make_config, read_config, tensor_name, text_config
@@ -29,7 +30,6 @@ from models.files import (
     expert_tensors,
     layer_tensor,
     new_folder,
-    write_tensors,
 )
 from models.memory import USABLE
 from models.names import (
@@ -46,11 +46,12 @@ from models.names import (
     decode_axes,
     dtype_of,
 )
-from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
+from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer
 from utils.devices.memory import host_views
 from utils.devices.runtime import cuda_capability, set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.files import write_json
+from utils.metrics.jsonl import read_json
 from utils.settings.errors import UserError, most_similar
 from utils.settings.groups import LoraConfig
 
@@ -96,6 +97,8 @@ def open_model(
             ) from error
         fixed = {"lora_alpha": adapters.alpha, "adapts_experts": any(".experts." in name for name in adapters.factors)}
         overrides = {"base_dtype": adapters.base_dtype} | overrides | fixed
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}, so it is not a complete model folder: download it again")
     whole_config = read_json(folder / CONFIG)
     config = text_config(whole_config, folder / CONFIG)
     settings = {"dtype": dtype or default_dtype(), "mesh": layout and layout.mesh} | overrides
@@ -282,11 +285,8 @@ def tensor_shapes(model: Decoder) -> dict[str, Shape]:
     shapes = {name: spec.shape for name, spec in table.items()}
     for i, kind in enumerate(model.kinds):
         for name, spec in model.layer_table(kind).items():
-            tensor = layer_tensor(i, name)
-            if EXPERT in name:
-                shapes |= dict.fromkeys(expert_tensors(tensor, spec.shape[0]), spec.shape[1:])
-            else:
-                shapes[tensor] = spec.shape
+            names = expert_tensors(layer_tensor(i, name), spec.shape[0])
+            shapes |= {names: spec.shape} if isinstance(names, str) else dict.fromkeys(names, spec.shape[1:])
     return shapes
 
 
@@ -326,11 +326,6 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
                 f"{folder}: {HEAD} differs from {EMBED}, although {CONFIG} sets tie_word_embeddings: set it to false"
             )
     expected = tensor_shapes(model)
-    if expected.keys() - readers == {HEAD}:
-        raise UserError(
-            f"{folder} lacks tensor {HEAD}, and {CONFIG} does not tie its head to the embedding: set "
-            "tie_word_embeddings to true there if it is; if not, copy the weights again"
-        )
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
     for name, expected_shape in expected.items():
@@ -354,14 +349,10 @@ def load_params(source: ModelFolder, layout: Layout | None) -> Params:
     layers_with = source.model.layers_with()
 
     def load_array(name: str, spec: Spec) -> Array:
-        dtype = jnp.dtype(dtype_of(name, source.dtype))
-        read = partial(source.read, dtype)
+        names = name
         if name in layers_with:
-            names = [layer_tensor(i, name) for i in layers_with[name]]
-            read_layer = partial(read_parameter, read, spec.shape[1:], dtype)
-            read = partial(read_stacked, read_layer, spec.shape, names, dtype)
-        else:
-            read = partial(read, name)
+            names = [expert_tensors(layer_tensor(i, name), spec.shape[1]) for i in layers_with[name]]
+        read = partial(read_array, source, jnp.dtype(dtype_of(name, source.dtype)), spec.shape, names)
         sharding = layout.sharding(*spec) if layout else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.make_array_from_callback(spec.shape, sharding, read)
 
@@ -398,31 +389,22 @@ def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> A
     order = decode_axes(stored) if stored != name else range(len(spec.shape))
     inverse = np.argsort(order)
     shape = tuple(spec.shape[i] for i in inverse)
+    names = expert_tensors(stored, shape[0])
 
     def read(index: Slices) -> np.ndarray:
-        stored_index = tuple(index[i] for i in inverse)
-        return read_parameter(partial(source.read, dtype), shape, dtype, stored, stored_index).transpose(order)
+        return read_array(source, dtype, shape, names, tuple(index[i] for i in inverse)).transpose(order)
 
     return jax.make_array_from_callback(spec.shape, layout.sharding(*spec, rollout=True), read)
 
 
-def read_parameter(
-    read: Callable[[str, Slices], np.ndarray], shape: Shape, dtype: np.dtype, name: str, index: Slices
-) -> np.ndarray:
-    """Reads a slice of a layer's parameter, from one tensor or from the tensors of its experts."""
-    if EXPERT not in name:
-        return read(name, index)
-    return read_stacked(read, shape, expert_tensors(name, shape[0]), dtype, index)
-
-
-def read_stacked(
-    read: Callable[[str, Slices], np.ndarray], shape: Shape, names: list[str], dtype: np.dtype, index: Slices
-) -> np.ndarray:
-    """Reads a slice of the array that has the tensors of these names as its rows."""
+def read_array(source: ModelFolder, dtype: np.dtype, shape: Shape, names: str | list, index: Slices) -> np.ndarray:
+    """Reads a slice of the tensor of this name, or of the array that has those of a list as its rows."""
+    if isinstance(names, str):
+        return source.read(dtype, names, index)
     sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
     stacked = np.empty(sizes, dtype)
     for row, name in zip(stacked, names[index[0]], strict=True):
-        row[:] = read(name, index[1:])
+        row[:] = read_array(source, dtype, shape[1:], name, index[1:])
     return stacked
 
 
@@ -491,7 +473,7 @@ def write_model(
     write: bool = True,
     card: str = "",
 ) -> None:
-    """Writes a Hugging Face folder, whole or not at all, of the tensors that `read` returns by name, one at a time.
+    """Writes a Hugging Face folder, whole or not at all, of the tensors that `read` returns by name, a file at a time.
 
     An earlier model in the folder is replaced, other files are kept: see `new_folder`. Without `write` tensors are read
     only.
@@ -514,7 +496,11 @@ def write_model(
         if split.is_sharded:
             write_json(new / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         for file, names in split.filename_to_tensors.items():
-            write_tensors(new / file, {name: shapes[name] for name in names}, dtype, map(read, names))
+            tensors = {name: read(name).astype(dtype, copy=False) for name in names}
+            try:
+                save_file(tensors, new / file, {"format": "pt"})
+            except SafetensorError as error:  # a full disk, too
+                raise OSError(f"{new / file}: {error}") from error
 
 
 def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:

@@ -242,32 +242,26 @@ def encode_rows(
 
 
 def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]]) -> list[str]:
-    """Compares the first rows of SFT of each kind, by what chat templates treat differently.
+    """Compares the first rows of SFT of each kind up to their last replies: see `check_prompt` of models/oracle.py.
 
-    See `check_prompt` of models/oracle.py. Stored rollouts are token ids already, and are not compared.
+    Rows differ in kind by what chat templates treat differently. Stored rollouts are token ids, and not compared.
     """
-    rows = [row for row in rows if tokenizer.has_template and not getattr(row, "encoded", None)]
     seen, notes = Counter(), []
     for number, row in enumerate(rows, 1):
-        *earlier, last = [message for message in row if message["role"] == REPLY]
-        has_tools = bool(getattr(row, "tools", ())) or any("tool_calls" in message for message in row)
-        kind = bool(earlier), has_tools, any(map(thinks, earlier)), thinks(last)
+        tools, replies = getattr(row, "tools", ()), [i for i, message in enumerate(row) if message["role"] == REPLY]
+        *earlier, thinking = [thinks(row[i]) for i in replies]
+        kind = bool(earlier), bool(tools) or any("tool_calls" in message for message in row), any(earlier), thinking
         seen[kind] += 1
-        if seen[kind] <= NUM_ROWS:
-            notes += check_row(tokenizer, row, f"{name}: row {number}")
+        if seen[kind] > NUM_ROWS or not tokenizer.has_template or getattr(row, "encoded", None):
+            continue
+        ids = encode_conversation(tokenizer, row, tools).tokens.tolist()
+        whole, schemas = tokenizer.prepare(row[: replies[-1] + 1], thinking, tools)
+        expected = reference(tokenizer, whole, thinking, schemas, is_open=False)
+        if ids[:-1] == expected:
+            end = tokenizer.hf.decode(ids[-1:])
+            notes.append(f"the chat template ends a last reply by no token: {end} ends those of rows")
+            continue
+        length = next((i for i in range(len(expected), 0, -1) if expected[i - 1] == ids[-1]), len(expected))
+        is_whole = bool(tokenizer.decode(expected[length:]).strip())  # more than the end of a conversation follows
+        notes += compare(tokenizer, f"{name}: row {number}", ids, expected if is_whole else expected[:length])
     return list(dict.fromkeys(notes))
-
-
-def check_row(tokenizer: Tokenizer, messages: Sequence[Message], what: str) -> list[str]:
-    """Compares a row of SFT up to its last reply: see `check_prompt` of models/oracle.py."""
-    tools = getattr(messages, "tools", ())
-    ids = encode_conversation(tokenizer, messages, tools).tokens.tolist()
-    last = max(i for i, message in enumerate(messages) if message["role"] == REPLY)
-    thinking = thinks(messages[last])
-    whole, schemas = tokenizer.prepare(messages[: last + 1], thinking, tools)
-    expected = reference(tokenizer, whole, thinking, schemas, is_open=False)
-    if ids[:-1] == expected:
-        return [f"the chat template ends a last reply by no token: {tokenizer.hf.decode(ids[-1:])} ends those of rows"]
-    length = next((i for i in range(len(expected), 0, -1) if expected[i - 1] == ids[-1]), len(expected))
-    is_whole = bool(tokenizer.decode(expected[length:]).strip())  # more than the end of a conversation follows
-    return compare(tokenizer, what, ids, expected if is_whole else expected[:length])

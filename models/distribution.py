@@ -178,14 +178,6 @@ def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
     return constrain(whole, "rows")
 
 
-def select_tokens(rows: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Float[Array, "R"]:
-    """Returns the entry of one token per row: of many ids by a sum, since the gradient of a lookup is another pass."""
-    if rows.shape[-1] < MANY_IDS:
-        return jnp.take_along_axis(rows, tokens[:, None], axis=-1)[:, 0]
-    is_chosen = jnp.arange(rows.shape[-1]) == tokens[:, None]
-    return jnp.where(is_chosen, rows, 0).sum(-1)
-
-
 def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
@@ -196,10 +188,29 @@ def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     rows = logits.reshape(-1, logits.shape[-1])
     top = jax.lax.stop_gradient(rows.max(-1, keepdims=True))
     shifted = rows - top
-    chosen = select_tokens(shifted, tokens.reshape(-1))
+    ids = tokens.reshape(-1, 1)
+    if rows.shape[-1] < MANY_IDS:
+        chosen = jnp.take_along_axis(shifted, ids, axis=-1)[:, 0]
+    else:  # the gradient of a lookup is another pass
+        chosen = jnp.where(jnp.arange(rows.shape[-1]) == ids, shifted, 0).sum(-1)
     mass = jnp.exp(shifted)
     total = mass.sum(-1)
     mean = (mass * shifted).sum(-1) / total
     normalizer = jnp.log(total)
     logprobs, entropies = chosen - normalizer, normalizer - mean
     return TokenOutputs(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))
+
+
+def softmax_gradient(
+    logits: Logits, tokens: Ids, outputs: TokenOutputs, cotangents: TokenOutputs, temperature: float
+) -> Logits:
+    """Returns the gradient of `softmax_outputs` by logits before they are divided by the temperature, in one pass.
+
+    With log p of the token known, the normalizer needs no sum. d log p_t = 1_t - p, and d H = -p (log p + H).
+    """
+    logits = logits / temperature
+    logprobs = logits - jnp.take_along_axis(logits, tokens[..., None], axis=-1) + outputs.logprobs[..., None]
+    is_token = jnp.arange(logits.shape[-1]) == tokens[..., None]
+    by_logprob, by_entropy = cotangents.logprobs[..., None], cotangents.entropy[..., None]
+    by_mass = by_logprob + by_entropy * (logprobs + outputs.entropy[..., None])
+    return (jnp.where(is_token, by_logprob, 0) - jnp.exp(logprobs) * by_mass) / temperature

@@ -5,14 +5,13 @@ and one of its experts.
 """
 
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import flags
-from einops import rearrange, reduce, repeat
+from einops import rearrange, reduce
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
@@ -22,7 +21,6 @@ from utils.devices.sharding import ROWS, on_devices
 
 Activation = Callable[[Array], Array]
 Product = Callable[[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "M F"]]
-Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, its expert's number, the expert's weight
 # A dense product of this few tokens takes no longer than reading the weights, and a batch reads nearly all: H100
 # and TPU v5e make 300 and 240 multiplications for each byte that they read.
 FEW_TOKENS = 256
@@ -108,7 +106,12 @@ def mix_experts(
     On a mesh those of each device's rows are computed there, since XLA cannot partition a kernel, and `tp` shards the
     width of every expert. Whole experts on each device would not be as much work: routers are not balanced.
     """
-    compute = partial(local_experts, activation=activation, product=product)
+
+    def compute(experts: Experts, x: Hidden, routing: Routing) -> Hidden:
+        if product == "dense" or x.shape[0] * x.shape[1] <= FEW_TOKENS:
+            return dense_experts(experts, x, routing, activation)
+        return grouped_experts(experts, x, routing, activation, PRODUCTS[product])
+
     if mesh is None:
         return compute(experts, x, routing)
     is_cut = experts.down.shape[1] % mesh.shape["tp"] == 0
@@ -123,44 +126,6 @@ def mix_experts(
     specs = Experts(cut, cut, cut, gate_adapter=inputs, up_adapter=inputs, down_adapter=outputs)
     specs = Experts._make(None if x is None else spec for x, spec in zip(experts, specs, strict=True))
     return on_devices(mesh, compute_shard, (specs, rows, rows), rows)(experts, x, routing)
-
-
-def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: str) -> Hidden:
-    """Computes the experts of one device's tokens by the form that is cheapest for their number."""
-    num_tokens = x.shape[0] * x.shape[1]
-    num_pairs = num_tokens * routing.ids.shape[2]
-    num_experts = len(experts.down)
-    if num_pairs <= num_experts // 2:
-        return separate_experts(experts, x, routing, activation, is_loop=product == "ragged")
-    if product == "dense" or num_tokens <= FEW_TOKENS:
-        return dense_experts(experts, x, routing, activation)
-    return grouped_experts(experts, x, routing, activation, PRODUCTS[product])
-
-
-def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
-    """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
-
-    In a loop on a TPU, where a gather would lay out all matrices anew; on a GPU each iteration would copy matrices.
-    """
-    k = routing.ids.shape[2]
-
-    def compute_pair(pair: Pair) -> Float[Array, "D"]:
-        token, number, weight = pair
-        own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), experts)
-
-        def adapt(adapter: LowRank | None, x: Float[Array, "_"], y: Float[Array, "_"]) -> Float[Array, "_"]:
-            return y if adapter is None else y + (adapter.A @ x) @ adapter.B
-
-        gate = adapt(own.gate_adapter, token, own.gate @ token)
-        up = adapt(own.up_adapter, token, own.up @ token)
-        hidden = activation(gate) * up * weight
-        out = jnp.matmul(hidden, own.down, preferred_element_type=jnp.float32)
-        return adapt(own.down_adapter, hidden, out)
-
-    tokens = repeat(x, "B T D -> (B T k) D", k=k)
-    pairs = tokens, routing.ids.reshape(-1), routing.weights.reshape(-1)
-    outputs = jax.lax.map(compute_pair, pairs) if is_loop else jax.vmap(compute_pair)(pairs)
-    return outputs.reshape(*routing.ids.shape, -1).sum(axis=2).astype(x.dtype)
 
 
 def dense_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation) -> Hidden:

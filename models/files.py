@@ -1,16 +1,11 @@
-"""Files of a model's folder: downloaded, or replaced whole or not at all, tensors written one at a time."""
+"""Files of a model's folder: downloaded, or replaced whole or not at all."""
 
 import contextlib
-import json
-import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from models.families import DTYPES
 from models.names import EXPERT, LAYERS
 from models.tokenizer import CONFIG, FILES, Tokenizer
 from utils.files import remove
@@ -44,9 +39,9 @@ def layer_tensor(i: int, name: str) -> str:
     return f"{LAYERS}.{i}.{name}"
 
 
-def expert_tensors(name: str, num_experts: int) -> list[str]:
-    """Returns the names in the file of a parameter that is stacked over experts."""
-    return [name.replace(EXPERT, str(i)) for i in range(num_experts)]
+def expert_tensors(name: str, num_experts: int) -> str | list[str]:
+    """Returns the names in the file of a parameter that is stacked over experts; any other name unchanged."""
+    return [name.replace(EXPERT, str(i)) for i in range(num_experts)] if EXPERT in name else name
 
 
 def check_names(
@@ -88,22 +83,3 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
         directory.rename(old)
     new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_tensors(file: Path, shapes: Mapping[str, Shape], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:
-    """Writes a safetensors file one array at a time: safetensors' own writer needs all of them in memory.
-
-    Source: the format as described at huggingface.co/docs/safetensors: length of the header, header, data.
-    """
-    header = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start = end
-        end += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            out.write(array.astype(dtype, copy=False).tobytes())

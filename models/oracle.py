@@ -7,7 +7,7 @@ template may leave thinking out of earlier replies.
 import re
 from collections.abc import Sequence
 
-from models.messages import REPLY, Message, Schema, Tool, announce, content_of, readable, tool_schema
+from models.messages import REPLY, Message, Schema, Tool, readable
 from models.tokenizer import TURN, Tokenizer
 from utils.settings.errors import UserError
 
@@ -34,15 +34,10 @@ def check_prompt(
 
     Raises: UserError for another difference.
     """
-    schemas = [*map(tool_schema, tools)]
-    if plain or not tokenizer.has_template:
-        text = "\n".join(map(content_of, announce(messages, schemas))) + prefix
-        expected = tokenizer.hf(text)["input_ids"]
-        has_more = {*expected[len(ids) :]} - {*tokenizer.special_ids.values()}  # more than the token that ends a text
-        return compare(tokenizer, what, ids, expected if has_more else expected[: len(ids)])
-    whole, notes = [*map(readable, messages)], []
-    if schemas and tokenizer.render(whole, thinking, tools=schemas) == tokenizer.render(whole, thinking):
-        whole, schemas, notes = announce(whole, schemas), [], [ANNOUNCED]
+    if plain or not tokenizer.has_template:  # transformers has no rendering
+        return []
+    whole, schemas = tokenizer.prepare(messages, thinking, tools)
+    notes = [ANNOUNCED] if len(schemas) < len(tools) else []
     if following:
         bridge = tokenizer.bridge(messages, following, thinking, prefix, plain, tools)
         begun = whole.pop()["content"] if whole[-1]["role"] == REPLY else ""

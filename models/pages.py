@@ -1,7 +1,8 @@
 """Pages of a cache: rows of a pool hold as many as their tokens fill, so that bytes follow the tokens that are there.
 
-Attention over pages is a kernel on GPUs (Triton) and TPUs (ragged_paged_attention, which JAX ships). Elsewhere the
-pages of a segment are copied into one array a row, and what the segment adds is written back at its end.
+Attention over pages is a kernel on GPUs (Pallas on Triton, which JAX 0.11 deprecates) and on TPUs
+(ragged_paged_attention, which JAX ships). Elsewhere the pages of a segment are copied into one array for each row, and
+what the segment adds is written back at its end.
 
 R rows, T new tokens of a row, w pages of a table, n pages of a pool, p tokens of a page, S slots.
 H query heads, K key heads, G = H / K, C channels of a head.
@@ -11,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -62,14 +64,15 @@ class Pages(NamedTuple):
 
 
 def paged_kernel(model: Decoder) -> str:
-    """Returns how attention reads pages: by a kernel, or plain."""
+    """Returns how attention reads pages: by a kernel, or plain, as after JAX has removed Pallas on Triton."""
     if model.mesh is None:
         return "plain"
     device = model.mesh.devices.flat[0]
     kind = device.device_kind.lower()
     if "tpu" in kind:
         return "plain" if model.kv_dtype else "ragged"
-    return "triton" if "nvidia" in kind and cuda_capability(device) >= 8 else "plain"
+    has_triton = "nvidia" in kind and cuda_capability(device) >= 8 and find_spec("jax.experimental.pallas.triton")
+    return "triton" if has_triton else "plain"
 
 
 def stored_channels(model: Decoder) -> int:

@@ -9,14 +9,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from models.architecture import Decoder
 from models.families import module_names, tensor_name
-from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder, write_tensors
+from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder
 from models.lora import adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
-from models.tokenizer import Tokenizer, read_json
+from models.tokenizer import Tokenizer
 from utils.files import write_json
+from utils.metrics.jsonl import read_json
 from utils.settings.errors import UserError
 from utils.settings.groups import LoraConfig
 
@@ -126,7 +128,11 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     Raises: UserError if a tensor is unknown, lacks its other half, has another shape, or is not finite.
     """
     folder = config.folder
-    stored = stored_names(config, model)
+    # A tensor may have two names, for two classes of transformers: see `module_names`.
+    names = {tensor: tensor_name(model, tensor.removeprefix(PREFIX)) for tensor in config.shapes}
+    if None in names.values() and jax.process_index() == 0:
+        print(f"{folder}: adapters of images are neither read nor saved again, since only text is computed")
+    stored = {PREFIX * tensor.startswith(PREFIX) + name: tensor for tensor, name in names.items() if name}
     table = adapter_table(model, config.rank)
     adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
     places = {}  # the matrix of a layer, or of an expert, by the name of its tensor
@@ -151,17 +157,6 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     return adapters
 
 
-def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
-    """Returns the names of the file's tensors, by name in the text model; prints a line if some are for images.
-
-    A tensor may have two names, for two classes of transformers: see `module_names`.
-    """
-    names = {tensor: tensor_name(model, tensor.removeprefix(PREFIX)) for tensor in config.shapes}
-    if None in names.values() and jax.process_index() == 0:
-        print(f"{config.folder}: adapters of images are neither read nor saved again, since only text is computed")
-    return {PREFIX * tensor.startswith(PREFIX) + name: tensor for tensor, name in names.items() if name}
-
-
 def matrix_of(name: str) -> str:
     """Returns the name of the matrix that a tensor adapts, without its ".weight"."""
     return name.removesuffix(LORA_A).removesuffix(LORA_B)
@@ -173,8 +168,9 @@ def peft_names(model: Decoder) -> dict[str, list[str]]:
     for name, layers in adapted_layers(model).items():
         for part in (LORA_A, LORA_B):
             tensors = [PREFIX + layer_tensor(i, name + part) for i in layers]
-            num_experts = model.num_experts if EXPERT in name else 1
-            found[name + part] = [x for tensor in tensors for x in expert_tensors(tensor, num_experts)]
+            if EXPERT in name:
+                tensors = [x for tensor in tensors for x in expert_tensors(tensor, model.num_experts)]
+            found[name + part] = tensors
     return found
 
 
@@ -217,5 +213,5 @@ def save_adapters(
     arrays = {PREFIX + stored: arrays[name] for name, every_name in names.items() for stored in every_name}
     with new_folder(directory, tokenizer, card) as new:
         write_json(new / ADAPTER_CONFIG, config | ({"base_dtype": model.base_dtype} if model.base_dtype else {}))
-        shapes = {name: x.shape for name, x in arrays.items()}
-        write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())
+        arrays = {name: x.astype(np.float32, copy=False) for name, x in arrays.items()}
+        save_file(arrays, new / WEIGHTS, {"format": "pt"})

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,13 +11,14 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
 
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
+from utils.metrics.jsonl import read_json
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ SHORT = [{"role": "user", "content": "1"}, UNREAD]  # a conversation that shows 
 
 
 @dataclass(frozen=True, eq=False)
-class Vocabulary:
-    """Text to token ids and back, without a chat template."""
+class Tokenizer:
+    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved as they are
@@ -55,11 +55,6 @@ class Vocabulary:
     def special_ids(self) -> dict[str, int]:
         """The ids of special tokens, which `decode` drops, by their text."""
         return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """The ids of all tokens, by their text."""
-        return {**self.hf.get_vocab(), **self.special_ids}
 
     @property
     def added_ids(self) -> dict[str, int]:
@@ -129,11 +124,6 @@ class Vocabulary:
     def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
         """Returns the ids of results that are written after calls."""
         return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
-
-
-@dataclass(frozen=True, eq=False)
-class Tokenizer(Vocabulary):
-    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -220,7 +210,6 @@ class Tokenizer(Vocabulary):
         Tools that it does not show are announced in the system message. Raises: UserError as `write`.
         """
         messages, schemas = [*map(readable, messages)], [*map(tool_schema, tools)]
-        check_roles(self, messages, may_be_called=True)
         check_shown(self, messages, thinking, schemas)
         if schemas and self.render(messages, thinking, tools=schemas) == self.render(messages, thinking):
             messages, schemas = announce(messages, schemas), []
@@ -303,14 +292,7 @@ class Tokenizer(Vocabulary):
         before = self.hf.chat_template
         if not self.files or not isinstance(before, str):
             return self
-        template = before
-        if "enable_thinking" in template:
-            for value in ("true", "false"):
-                template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
-            template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
-        template = PREFIX_PATTERN.sub("", template)
-        if prefix:  # Jinja drops a newline at the end of a template, but not before what is appended here
-            template = template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
+        template = with_defaults(before, thinking, prefix)
         if template == before:
             return self
         if CHAT_TEMPLATE in self.files:
@@ -348,6 +330,18 @@ class Tokenizer(Vocabulary):
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
 
 
+def with_defaults(template: str, thinking: bool, prefix: str) -> str:
+    """Returns a chat template with these defaults of `enable_thinking` and of `prefix`, instead of earlier ones."""
+    if "enable_thinking" in template:
+        for value in ("true", "false"):
+            template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
+        template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+    template = PREFIX_PATTERN.sub("", template)
+    if prefix:  # Jinja drops a newline at the end of a template, but not before what is appended here
+        template = template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
+    return template
+
+
 def date_prompts(time: str) -> None:
     """Makes chat templates write the date of this time (ISO 8601), not that of each rendering."""
     from transformers.utils import chat_template_utils
@@ -376,12 +370,13 @@ def make_bridge(
     if plain or not tokenizer.has_template:
         text = tokenizer.write(messages, thinking, plain)
         return Bridge([], tokenizer.encode_behind(TURN, f"\n{text}\n{prefix}"))
-    check_roles(tokenizer, messages, may_be_called=False)
     mark = unused_mark(said)
     turn = {"role": REPLY, "content": mark}
     if is_begun(before):
         *before, begun = before
         turn = {**begun, "content": content_of(begun) + mark}
+    bare = [{"role": message["role"], "content": content_of(message)} for message in messages]
+    check_shown(tokenizer, [*before, turn, *bare], thinking, tools)
     end = short_end(tokenizer, _template, thinking)
     _, rest = behind(tokenizer, [*before, turn], messages, thinking, tools, mark, end)
     ids = tokenizer.encode_behind(TURN, rest + prefix)
@@ -448,37 +443,19 @@ def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
     return None
 
 
-def check_roles(tokenizer: Tokenizer, messages: Sequence[Message], may_be_called: bool) -> None:
-    """Raises UserError for messages of a role that the chat template leaves out, also after calls in its own form."""
-    for role in {message["role"]: None for message in messages}:
-        is_shown = shows_role(tokenizer, tokenizer.template, role)
-        if not (is_shown or (may_be_called and shows_role(tokenizer, tokenizer.template, role, has_calls=True))):
-            raise UserError(
-                f"the model's chat template does not show messages of the role {role}: leave them out, or choose "
-                "another model"
-            )
-
-
-@lru_cache(maxsize=256)
-def shows_role(tokenizer: Tokenizer, _template: str, role: str, has_calls: bool = False) -> bool:
-    """True unless the chat template leaves messages of a role out; if it refuses the example, it raises by itself."""
-    user, call = {"role": "user", "content": "1"}, {"type": "function", "function": {"name": "f", "arguments": {}}}
-    before = {"system": [], "user": [], REPLY: [user]}.get(
-        role, [user, UNREAD | ({"tool_calls": [call]} if has_calls else {})]
-    )
-    messages = [*before, {"role": role, "content": CONTENT}, *[user] * (role == "system")]
-    try:
-        return CONTENT in tokenizer.render(messages, thinking=None, is_open=False).lower()
-    except UserError:
-        return True
+@lru_cache(maxsize=64)
+def shown_roles(_tokenizer: Tokenizer, _template: str) -> set[tuple[str, bool]]:
+    """Returns the roles that `check_shown` has found in the chat template's text, before and after calls of tools."""
+    return set()
 
 
 def check_shown(
     tokenizer: Tokenizer, messages: Sequence[Message], thinking: bool | None, schemas: Sequence[Schema]
 ) -> None:
-    """Raises UserError for a key of a message that makes no difference to what the chat template writes.
+    """Raises UserError for a message, or a key of it, that makes no difference to what the chat template writes.
 
-    Thinking may be left out if other messages follow; so may the parts of a result that its call repeats.
+    Of messages with no more than a role and content, the first of each role is looked at. Thinking may be left out if
+    other messages follow; so may the parts of a result that its call repeats.
     """
 
     def makes_no_difference(given: Sequence[Message], i: int, key: str) -> bool:
@@ -491,16 +468,25 @@ def check_shown(
             return False
         return texts[0] == texts[1]
 
-    said = []
+    said, shown = [], shown_roles(tokenizer, tokenizer.template)
     for i, message in enumerate(messages):
-        keys = [key for key in message if key != "role" and message[key] and message[key] not in said]
+        keys = [key for key in message if key != "role" and message[key] not in (*said, "")]
+        role, is_bare = message["role"], message.keys() <= {"role", "content"}
+        place = role, bool(said)
+        if is_bare and (place in shown or not content_of(message).strip()):
+            continue
         said += [text for call in message.get("tool_calls", []) for text in (call["function"]["name"], call.get("id"))]
-        for key in keys if message.keys() - {"role", "content"} else ():
-            if makes_no_difference(messages, i, key) and makes_no_difference(messages[: i + 1], i, key):
+        wholes = [messages] if role == "system" else [messages, messages[: i + 1]]
+        for key in keys:
+            if all(makes_no_difference(whole, i, key) for whole in wholes):
                 raise UserError(
-                    f"the model's chat template leaves out the {key} of a message of the role {message['role']}: write "
-                    "what the model is to read into its content, without this key"
+                    f"the model's chat template does not show messages of the role {role}: leave them out, or choose "
+                    "another model"
+                    if is_bare
+                    else f"the model's chat template leaves out the {key} of a message of the role {role}: write what "
+                    "the model is to read into its content, without this key"
                 )
+        shown |= {place} if "content" in keys else set()
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
@@ -526,9 +512,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
         raise UserError(message) from error
     tokenizer = Tokenizer(hf, files)
-    highest = max(hf.get_vocab().values(), default=-1)
-    if highest < 0:
-        raise UserError(f"{folder}: the tokenizer has no vocabulary: copy its files again")
+    highest = max(hf.get_vocab().values())
     if vocab_size is not None and highest >= vocab_size:
         message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
         raise UserError(f"{message}: copy both from one model")
@@ -539,18 +523,3 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
             raise UserError(message) from error
     return tokenizer
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
-    if not file.is_file():
-        raise UserError(
-            f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds {reprlib.repr(content)}, not an object: download it again")
-    return content

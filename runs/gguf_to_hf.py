@@ -17,7 +17,6 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import tempfile
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -140,7 +139,9 @@ def read_model(gguf: Gguf) -> Decoder:
                 needed = f"supported is {supported[field]!r}" if field in supported else "which is not read"
                 raise UserError(f"{gguf.path}: {name} is {value!r}, {needed}: choose another file")
     if ROPE_FACTORS in gguf.tensors:
-        model = replace(model, rope_scaling=read_scaling(gguf, model))
+        scaling = read_scaling(gguf, model)._asdict()
+        config["rope_scaling"] = {name: value for name, value in scaling.items() if not name.startswith("beta_")}
+        model = Decoder(**read_config(config, gguf.path))
     return model
 
 

@@ -1,6 +1,6 @@
 """Makes models/tiny: a 0.85M-parameter Qwen3 that can search for Countdown solutions, but gives up too early.
 
-    python runs/make_tiny.py            # 40 minutes on two cores; resumes where it was stopped
+    python runs/make_tiny.py            # 40 minutes on two cores
 
 1. Tokenizer: byte-level BPE of 512 ids with Qwen's split pattern, each number 0-99 one token, a ChatML template.
 2. Pre-training: next-token prediction on synthetic replies. A reply tries combinations of three numbers one by one, in

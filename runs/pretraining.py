@@ -1,15 +1,14 @@
 """Pre-trains small models on generated documents: what make_tiny.py and make_player.py share."""
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
@@ -35,7 +34,6 @@ LR = 3e-3
 MATRIX_LR = 0.02  # with Muon
 WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 100
-SAVE_INTERVAL = 500
 
 SPLIT = (  # Qwen2's pattern, with up to two digits in a token
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -105,15 +103,10 @@ def pad_documents(documents: list[Document]) -> TokenRows:
     return tokens, weights
 
 
-def make_batches(write: WriteDocuments, start: int) -> Iterator[TokenRows]:
-    """Yields batches number `start` and following, without end; each is a pure function of its number."""
-    chunk, offset = divmod(start, BATCHES_PER_CHUNK)
-    while True:
-        batches = make_chunk(write, chunk)
-        for documents in batches[offset:]:
-            yield pad_documents(documents)
-        chunk += 1
-        offset = 0
+def make_batches(write: WriteDocuments) -> Iterator[TokenRows]:
+    """Yields batches without end; each is a pure function of its number."""
+    for chunk in count():
+        yield from map(pad_documents, make_chunk(write, chunk))
 
 
 class TrainState(NamedTuple):
@@ -124,7 +117,6 @@ class TrainState(NamedTuple):
 
 
 Metrics = tuple[Float[Array, ""], Float[Array, ""]]  # loss in nats, share of key tokens that are the likeliest
-Update = Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]
 
 
 def learning_rate(peak: float, num_steps: int) -> optax.Schedule:
@@ -185,50 +177,6 @@ def train_step(
     return TrainState(params, opt_state), metrics
 
 
-def save_state(file: Path, step: int, state: TrainState) -> None:
-    """Writes the state of training, whole or not at all."""
-    arrays = {f"x{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
-    partial_file = file.with_name("partial.npz")
-    np.savez(partial_file, step=step, **arrays)
-    os.replace(partial_file, file)
-
-
-def restore_state(file: Path, state: TrainState) -> tuple[int, TrainState]:
-    """Returns the step and the state that `save_state` wrote; 0 and `state` if there is no file."""
-    if not file.exists():
-        return 0, state
-    leaves, tree = jax.tree.flatten(state)
-    with np.load(file) as saved:
-        step = int(saved["step"])
-        leaves = [jnp.asarray(saved[f"x{i}"]) for i in range(len(leaves))]
-    return step, jax.tree.unflatten(tree, leaves)
-
-
-def train(
-    step: int, num_steps: int, state: TrainState, batches: Iterator[TokenRows], update: Update, file: Path
-) -> TrainState:
-    """Trains up to `num_steps`, logs the means since the last line, and saves the state."""
-    clock = time.time()
-    num_seen = 0
-    sums = np.zeros(2)
-    while step < num_steps:
-        state, metrics = update(state, *next(batches))
-        step += 1
-        num_seen += 1
-        sums += [float(metric) for metric in metrics]
-        is_last = step == num_steps
-        if step % LOG_INTERVAL == 0 or is_last:
-            mean_loss, accuracy = sums / num_seen
-            pace = (time.time() - clock) / num_seen
-            print(f"step {step}  loss {mean_loss:.4f}  key tokens right {accuracy:.4f}  {pace:.3f} s/step", flush=True)
-            clock = time.time()
-            num_seen = 0
-            sums = np.zeros(2)
-        if step % SAVE_INTERVAL == 0 or is_last:
-            save_state(file, step, state)
-    return state
-
-
 def pretrain(
     out: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -237,13 +185,16 @@ def pretrain(
     seed: int,
     optimizer: optax.GradientTransformation,
 ) -> None:
-    """Writes the folder of a model that has seen `num_steps` batches of documents; resumes where it was stopped."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Writes the folder of a model that has seen `num_steps` batches of documents, and logs means of its metrics."""
     params = init_params(MODEL, jax.random.key(seed))
     state = TrainState(params, optimizer.init(params))
-    file = out / "pretraining.npz"
-    step, state = restore_state(file, state)
-    batches = make_batches(write, step)
-    state = train(step, num_steps, state, batches, partial(train_step, optimizer), file)
+    clock, recent = time.time(), []
+    for step, batch in zip(range(1, num_steps + 1), make_batches(write), strict=False):
+        state, metrics = train_step(optimizer, state, *batch)
+        recent.append([float(metric) for metric in metrics])
+        if step % LOG_INTERVAL == 0 or step == num_steps:
+            mean_loss, accuracy = np.mean(recent, axis=0)
+            pace = (time.time() - clock) / len(recent)
+            print(f"step {step}  loss {mean_loss:.4f}  key tokens right {accuracy:.4f}  {pace:.3f} s/step", flush=True)
+            clock, recent = time.time(), []
     save_model(out, MODEL, state.params, Tokenizer(tokenizer))
-    file.unlink()

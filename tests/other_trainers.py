@@ -7,10 +7,6 @@ import secrets
 from pathlib import Path
 from types import SimpleNamespace
 
-from envs.base import Env, Episode, Problem
-from envs.tools.episode import ToolEpisode, ToolSettings
-from tests.hostile import Hostile
-
 
 class Counter:
     """A class of TRL's `environment_factory`: the counter is to reach the target of the row."""
@@ -207,17 +203,6 @@ class SkyCountdown(Countdown):
         return {"observations": messages, "reward": reward, "done": done, "metadata": {}}
 
 
-class OpenCountdown(Countdown):
-    """OpenEnv's client."""
-
-    def reset(self, **arguments):
-        observation, _ = super().reset(arguments["seed"], arguments["target"])
-        return self.answer(observation, None, False)
-
-    def answer(self, observation, reward, done):
-        return SimpleNamespace(observation=observation, reward=reward, done=done)
-
-
 class AsyncCountdown(Countdown):
     async def step(self, action: str) -> tuple:
         return super().step(action)
@@ -241,32 +226,3 @@ class Untyped(Waiting):
 
 def reward(completion: str, target: int, **row) -> float:
     return 0.25 * (str(target) in completion)
-
-
-class HostileTools(Env):
-    """A tool that does what tests/hostile.py does; a reply without a call pays 1."""
-
-    num_tasks = 10
-    max_turns = 3
-    dialect = "qwen"
-
-    def problem(self, index: int) -> Problem:
-        return Problem([{"role": "user", "content": "?"}], index)
-
-    def episode(self, problem: Problem, seed: int) -> Episode:
-        return HostileEpisode(problem)
-
-
-class HostileEpisode(ToolEpisode):
-    def __init__(self, problem: Problem):
-        super().__init__([self.misbehave], ToolSettings(), lambda text: {"return": 1.0, "correct_answer": 1.0})
-        self.problem = problem
-
-    def misbehave(self, way: str) -> dict:
-        if way == "half":
-            return "\ud800"
-        return Hostile().score(self.problem, way)
-
-
-def make() -> Env:
-    return HostileTools()

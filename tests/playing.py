@@ -1,5 +1,6 @@
 """Small environments and workers that sample from the small model and grade in this process."""
 
+import threading
 import zlib
 
 from core.config import Config
@@ -38,10 +39,11 @@ class HereScorer(Scorer):
     def __init__(self, env: Env):
         self.env, self.num_failures, self.failures_file = env, 0, None
         self.settings = ScorerSettings("", {}, 0.0, max_error_share=0.5)
-        self.streams = set()
+        self.error, self.has_outcomes = None, threading.Condition(threading.RLock())
 
-    def put(self, stream, jobs):
-        stream.publish(dict(zip(jobs, self.request_outcomes([*jobs.values()]), strict=True)))
+    def put(self, calls):
+        for stream, rows, index, replies in calls:
+            stream.publish(rows, self.request_outcomes([(index, reply) for reply in replies]))
 
     def withdraw(self, stream):
         return []

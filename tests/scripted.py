@@ -23,6 +23,3 @@ class Scripted:
         if value == "hot":
             raise UserError("it is a number")
         self.changes.append((name, value))
-
-    def describe(self):
-        return f"settings {self.changes}"

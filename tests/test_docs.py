@@ -1,18 +1,16 @@
-"""The pages agree with the code: the walk of CONTRIBUTING.md, links, file names, diffs.
+"""The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
 
-    python tests/test_docs.py    # writes the walk's line numbers of today into CONTRIBUTING.md
+    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
 
 What the script does not write, such as a dead link, is corrected by hand.
 """
 
 import importlib
-import json
 import re
-import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,14 +24,22 @@ from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/README.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS, *RECIPES]
+LOOP = re.compile(r"^```py\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
+GONE = re.compile(r"\bbench/\w+\.py(?=[^`#]{0,80}(?:`|# )\s*of commit)")  # scripts that git has
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
 
 
 def read(page: str) -> str:
     """Returns the text of a file of the tree."""
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def loop() -> str:
+    """Returns a step of `train` in core/minimal.py, from its rollouts to its updates."""
+    train = read("core/minimal.py").partition("\ndef train(")[2]
+    return textwrap.dedent(train[train.index("        # Rollouts:") : train.index("\n        _, approx_kl")])
 
 
 def line_of(file: str, name: str) -> int:
@@ -53,6 +59,10 @@ def test_the_front_page_is_short():
     assert len(read("README.md").splitlines()) <= 150
 
 
+def test_the_loop_is_quoted_as_it_is():
+    assert LOOP.findall(read("docs/grpo.md")) == [loop()], "python tests/test_docs.py writes it"
+
+
 def test_the_walk_has_the_lines_of_today():
     stops = walk()
     assert 0 < len({file for file, _, _ in stops}) <= 10
@@ -66,7 +76,7 @@ def test_links_and_named_files_exist(page: str):
     folder = (ROOT / page).parent
     links = LINK.findall(text)
     targets = [folder / file for file, _ in links]
-    files = set(FILE.findall(text)) - set(MADE.findall(text))
+    files = set(FILE.findall(GONE.sub("", text))) - set(MADE.findall(text))
     targets += [ROOT / file for file in files]
     missing = [str(target) for target in targets if not target.exists()]
     assert not missing
@@ -74,21 +84,8 @@ def test_links_and_named_files_exist(page: str):
         assert not heading or heading in anchors(folder / file if file else ROOT / page), heading
 
 
-def test_the_drawing_of_the_loop_is_of_today(tmp_path):
-    """It is what imgs/make.py draws, its advantages are those of its rewards, and its files exist."""
-    from imgs.make import draw_loop  # which imports matplotlib, as this file's own command need not
-
-    draw_loop(tmp_path / "loop.svg")
-    drawn = (tmp_path / "loop.svg").read_text(encoding="utf-8")
-    assert drawn == read("imgs/loop.svg"), "python imgs/make.py --loop"
-    texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    rewards = texts[texts.index("rewards") + 1]
-    advantages = texts[texts.index("advantages") + 1]
-    rewards = [float(x) for x in rewards.partition(": ")[2].split(", ")]
-    deviation = statistics.pstdev(rewards)
-    expected = [f"{(x - statistics.mean(rewards)) / deviation:+.1f}" for x in rewards]
-    assert advantages.replace("−", "-").split(", ") == expected
-    files = [text for text in texts if "/" in text]
+def test_files_in_the_drawing_of_the_loop_exist():
+    files = re.findall(r">([^<>]*/[^<>]*)<", read("imgs/loop.svg"))
     assert len(files) == 6
     assert all((ROOT / file).exists() for file in files)
 
@@ -131,42 +128,6 @@ def test_the_comparison_names_what_the_code_has():
         assert not value or value in tables.get(name, [value]), f"--{name} has no {value}"
 
 
-def test_figures_of_a_stored_run_are_those_of_its_files():
-    """The sections on the H100 and on takeaways in docs/lab/language_models.md, against docs/lab/runs."""
-
-    def metrics(name: str, run: str = "h100") -> list[float]:
-        lines = read(f"docs/lab/runs/coder-0.5b_gsm8k_{run}/metrics.jsonl").splitlines()
-        return [row[name] for row in map(json.loads, lines) if name in row]
-
-    def ends(name: str, run: str, spec: str) -> str:
-        values = metrics(name, run)
-        return f"{statistics.mean(values[:5]):{spec}} to {statistics.mean(values[-5:]):{spec}}"
-
-    def median(name: str, spec: str) -> str:
-        return f"{statistics.median(metrics(name)):{spec}}"
-
-    page = " ".join(read("docs/lab/language_models.md").partition("## On one H100")[2].split())
-    largest = "inference_recompute/logprob_diff_max"
-    told = [
-        "| correct | " + " | ".join(f"{x:.3f}" for x in metrics("test_env/correct_answer")) + " |",
-        f"takes {median('times/step', '.1f')} s (median): {median('times/rollout', '.2f')} s for the rollout",
-        f"{median('times/logprobs', '.2f')} s for log-probabilities, and {median('times/update', '.2f')} s for updates",
-        f"updates on {median('num_rows', '.0f')} rows with signal",
-        f"roofline are {median('speed/decode_roofline', '.2f')} for decoding",
-        f"and {median('speed/update_roofline', '.2f')} for updates. Memory",
-        f"Memory peaks at {max(metrics('memory/peak_gb')):.0f} GB",
-        f"used {max(metrics('compile/num_programs'))} programs",
-        f"(`inference_recompute/kl`) was at most {max(metrics('inference_recompute/kl')):.4f}",
-        f"(`approx_kl`) was at most {max(metrics('approx_kl')):.4f}",
-        f"by {median('inference_recompute/logprob_diff', '.3f')} nats per token on average",
-        f"a median of {median(largest, '.2f')} nats and a maximum of {max(metrics(largest)):.2f}",
-        f"from {ends('entropy', 'h100', '.2f')} nats (H100), from {ends('entropy', 'cpu', '.2f')} (CPU)",
-        f"{statistics.mean(metrics('env/length')[:5]):.0f} tokens before and after (H100)",
-        f"{ends('env/length', 'cpu', '.0f')} (CPU)",
-    ]
-    assert not [figure for figure in told if figure not in page]
-
-
 def test_scores_of_readme_are_those_of_its_runs():
     """Before and after training: the demo by seed, and a user's own data with the interval of its change."""
     from utils.evaluation.estimates import paired_difference  # not on the path of this file's own command
@@ -180,8 +141,8 @@ def test_scores_of_readme_are_those_of_its_runs():
     told = [
         f"{min(before):.0f}-{max(before):.0f}% of the held-out problems before training and "
         f"{min(after):.0f}-{max(after):.0f}% after",
-        f"{100 * own[0].mean():.0f}% of them before training and {100 * own[1].mean():.0f}% after 40 steps, a change "
-        f"of {change['mean']:.0f} points [{change['low']:.0f}, {change['high']:.0f}]",
+        f"{100 * own[0].mean():.1f}% of them before training and {100 * own[1].mean():.1f}% after 40 steps, a change "
+        f"of {change['mean']:.1f} points [{change['low']:.1f}, {change['high']:.1f}]",
     ]
     page = " ".join(read("README.md").split())
     assert not [figure for figure in told if figure not in page]
@@ -203,7 +164,7 @@ def test_sizes_that_pages_tell_are_those_of_the_files():
     sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py"))
     sizes += (num_lines(core / "minimal.py"),)
     (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
-    (of_book,) = re.findall(r"They have ([\d,]+) lines", read("README.md"))
+    (of_book,) = re.findall(r"They have ([\d,]+)\s+lines", read("README.md"))
     (of_minimal,) = re.findall(r"`core/minimal.py` first: (\d+) lines", read("README.md"))
     told = [*re.findall(r"\d[\d,]+", row), of_book, of_minimal]
     found = [int(number.replace(",", "")) for number in told]
@@ -245,7 +206,7 @@ def test_pinned_versions_are_those_of_the_requirements():
 
 
 def refresh() -> None:
-    """Writes the lines of today into the walk."""
+    """Writes the loop and the lines of today into the pages."""
 
     def today(stop: re.Match[str]) -> str:
         file, _, space, name = stop.groups()
@@ -253,6 +214,8 @@ def refresh() -> None:
 
     contributing = STOP.sub(today, read("CONTRIBUTING.md"))
     (ROOT / "CONTRIBUTING.md").write_text(contributing, encoding="utf-8")
+    page = LOOP.sub(lambda _: f"```py\n{loop()}```\n", read("docs/grpo.md"))
+    (ROOT / "docs" / "grpo.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -134,21 +134,6 @@ def test_a_printed_command_runs(command, home, tmp_path):
         assert found == any("test_env/return" in record for record in records)
 
 
-def test_what_requirements_do_not_bring_is_hidden(home):
-    brought = installed_by(ROOT / "requirements.txt")
-    found = {"jax", "pyarrow", "wandb", "math-verify", "sympy", "antlr4-python3-runtime", "huggingface-hub"}
-    assert found < brought
-    assert not {"pytest", "reasoning-gym", "datasets", "chex", "torch"} & brought
-    code = "import pyarrow, wandb, importlib.util as u; print([u.find_spec(x) for x in ('pytest', 'ruff', 'chex')])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=home,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "[None, None, None]\n", done.stderr
-
-
 @pytest.mark.parametrize("config", [Config, SFTConfig, EvalCommand])
 def test_a_flag_that_is_gone_is_refused_with_the_reason(config, tmp_path, capsys):
     """By all commands, and in a preset; in a config.json it may have been off."""

@@ -39,7 +39,7 @@ SENTENCES = {  # command line: what is printed
     "--config mapping.py": "defines no get_config(): write def get_config(): return {...}",
     "--config own_fault.py": "own_fault.py: environment poem has no option for numbers=9: choose one of ",
     "--config groups.py --groups_per_batch 3": "--ppo_minibatch 8 does not divide",
-    "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, groups.py sets --group_size)",
+    "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, --group_size)",
     "poem": "'poem' belongs to no option: write options as --name value",
     "--lr": "--lr needs a value",
     "--lr -1": "--lr must not be negative",

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and never through a link to what is not the run's; reads arrays of others."""
+"""Writes files whole or not at all, and reads arrays of numbers."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -76,12 +76,3 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Writes indented JSON."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
-
-
-def open_log(path: Path) -> TextIO:
-    """Opens a file to append lines to. One that has other names too is copied first, and theirs stays as it is."""
-    if path.exists() and path.stat().st_nlink > 1:
-        content = path.read_bytes()
-        with replacing(path) as file:
-            file.write(content)
-    return path.open("a")

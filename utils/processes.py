@@ -6,12 +6,9 @@
 
     this process -- socket --> keeper --> worker: function(setup, requests), a generator that yields the answers
 
-A process that runs JAX must not fork, and multiprocessing's other ways import the main script, and JAX with it, in each
-process. So a lane starts Python anew, and imports the function's module only. The keeper limits the memory of all that
-its worker starts, and ends all of it with the worker or with this process. Trees of processes are read from /proc;
-without it, a tree is a process group, and its memory is not known.
-
-Covered is code that hangs, crashes, exits, or fills the memory. Code that attacks these processes is not covered.
+A process that runs JAX must not fork, and multiprocessing imports the main script anew. So a lane starts Python, and
+imports the function's module only. The keeper limits the memory of its worker's tree of processes (read from /proc),
+and ends all of it with the worker or with this process. Code that attacks these processes is not covered.
 """
 
 import contextlib
@@ -56,9 +53,7 @@ class Dead(NamedTuple):
 
 
 class Lane:
-    """A process that answers one request after the other; use it from one thread.
-
-    Setup and requests are pickled; answers come as JSON, since reading them must not execute anything.
+    """A process that answers one request after the other. It gets pickles, and answers in JSON, which executes nothing.
     """
 
     def __init__(self, target: str, setup: object, max_memory: int = MAX_MEMORY):
@@ -98,14 +93,13 @@ class Lane:
 
     def wait(self) -> str:
         """Returns how a process ended that has closed its socket."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(CLOSING)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return "it wrote into the connection of its process, or closed it"
-        if code == OVER_MEMORY:
-            return f"its processes took more than {self.max_memory >> 20} MiB of memory"
-        return f"it ended its process with exit code {128 - code if 128 < code < 192 else code}"
+            if code == OVER_MEMORY:
+                return f"its processes took more than {self.max_memory >> 20} MiB of memory"
+            return f"it ended its process with exit code {128 - code if 128 < code < 192 else code}"
+        self.kill()
+        return "it wrote into the connection of its process, or closed it"
 
     def hang_up(self) -> None:
         """Tells the worker that there are no more requests; an answer that another thread waits for is Dead."""
@@ -132,16 +126,15 @@ class Lane:
 
 
 def serve(fd: str, target: str, max_memory: str) -> NoReturn:
-    """Runs the keeper: forks the worker, waits for its end, kills what it leaves behind, and exits with its code.
-
-    An exit code of 128 + n means signal n, as in shells.
-    """
+    """Runs the keeper: forks the worker, kills what it leaves behind, exits with its code (128 + n for signal n)."""
     handle_signals(signal.SIG_IGN)
     adopt_orphans()
     keeper, end = os.getpid(), socket.socket(fileno=int(fd))
     worker = os.fork()
     if not worker:
-        end_with_parent(keeper)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it ended before the call above
+            os._exit(1)
         run_worker(end, target, int(max_memory))
     is_over = threading.Event()
     threading.Thread(target=guard, args=(end, int(max_memory), is_over), daemon=True).start()
@@ -208,13 +201,6 @@ def adopt_orphans() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, with this id, ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
-
-
 def prctl(option: int, value: int) -> None:
     """Calls prctl(2) on Linux, and does nothing elsewhere."""
     if sys.platform == "linux":
@@ -267,10 +253,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def tree_memory(pid: int) -> int:
-    """Returns the bytes in memory of a process and its descendants, shared memory too; 0 if there is no /proc.
-
-    A page is divided by the number of processes that share it.
-    """
+    """Returns the bytes in memory of a process and its descendants, shared pages by parts; 0 if there is no /proc."""
     total = 0
     for each in (pid, *descendant_pids(pid)):
         with contextlib.suppress(OSError):

@@ -22,8 +22,7 @@ from core.chains.replies import Replies
 from core.records import Completions
 from core.sampler import Next, Sampler, Turn
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
-from envs.scoring.patience import HURRY, Patience
-from envs.scoring.scorer import GradedReplies, ScoringStream
+from envs.scoring.scorer import NO_WAIT, GradedReplies, ScoringStream, WaitForMore
 from envs.scoring.worker import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.tools.calls import FORMS, CallError, Form, calls_as_json
 from models.messages import REPLY, Message, Tool, is_begun, tool_schema
@@ -79,7 +78,7 @@ def own_form(tokenizer: Tokenizer, template: str) -> Form | None:
     for form in FORMS.values():
         bodies = tokenizer.calls(ids, form.opening, form.closing)
         with contextlib.suppress(CallError):
-            if sum([form.read(body, [KNOWN_TOOL]) for body in bodies], []) == [KNOWN_CALL]:
+            if [form.read(body, [KNOWN_TOOL]) for body in bodies] == [KNOWN_CALL]:
                 return form
     return None
 
@@ -210,7 +209,7 @@ class Conversations(Replies):
         if not rows:
             return {}
         may_wait = seconds and (is_idle or not self.was_in_vain)
-        found = self.observe(rows, is_idle, Patience(seconds, num_sampling) if may_wait else HURRY)
+        found = self.observe(rows, is_idle, WaitForMore(seconds, num_sampling) if may_wait else NO_WAIT)
         self.was_in_vain = not found
         return found
 
@@ -226,17 +225,17 @@ class Conversations(Replies):
             text = before + "".join(dialect.opening + call + dialect.closing for call in calls)
         return Reply(text, calls)
 
-    def observe(self, rows: Set[int], is_blocking: bool, patience: Patience = HURRY) -> dict[int, Next]:
+    def observe(self, rows: Set[int], is_blocking: bool, more: WaitForMore = NO_WAIT) -> dict[int, Next]:
         """Returns the observations that have come for these rows, as tokens; `is_blocking`: waits for at least one."""
-        outcomes = self.ask(rows, int(is_blocking), patience)
+        outcomes = self.ask(rows, int(is_blocking), more)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
-    def ask(self, rows: Set[int], num_needed: int, patience: Patience = HURRY) -> dict[int, Outcome]:
+    def ask(self, rows: Set[int], num_needed: int, more: WaitForMore = NO_WAIT) -> dict[int, Outcome]:
         """Returns the outcomes of these rows' turns that have come; with several processes, all outcomes."""
         if jax.process_count() > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
-        return self.stream.take(rows, num_needed, patience)
+        return self.stream.take(rows, num_needed, more)
 
     def ask_together(self, rows: Sequence[int]) -> dict[int, Outcome]:
         """Returns outcomes of all of these rows; this process sends its share of them."""

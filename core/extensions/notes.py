@@ -1,4 +1,6 @@
-"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding."""
+"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters."""
+
+from pathlib import Path
 
 from core.advantages import ObjectiveConfig
 from core.config import Config
@@ -10,6 +12,7 @@ from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
 from utils.settings.config import changed_options, to_dict
 from utils.settings.errors import UserError
+from utils.settings.presets import TINY
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL, HIGH_RATE = 50 * 10**6, 1e-5  # full training of more parameters at a higher rate gets a warning
@@ -24,11 +27,11 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters, 
     check_parts(config, worker)
     notes = [
         *learner.notes,
+        warn_of_prompts(config.model_dir, worker),
         describe_objective(config.objective),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
-        describe_padding(config.minibatch_size, learner.layout.row_shards),
     ]
     if config.ahead:
         from core.extensions.ahead import describe_ahead
@@ -62,15 +65,12 @@ def check_parts(config: Config, worker: RolloutWorker) -> None:
             )
 
 
-def describe_padding(num_rows: int, shards: int) -> str:
-    """Returns in one line how much of an update is padding if a minibatch has fewer rows than the mesh has parts."""
-    if num_rows >= shards:
+def warn_of_prompts(model_dir: str, worker: RolloutWorker) -> str:
+    """Returns a warning if models/tiny gets prompts that it cannot read; or nothing."""
+    text = str(worker.env.problem(0).messages[-1]["content"])
+    if Path(model_dir) != Path(TINY) or worker.env.rollouts or not text or text.startswith("Use "):
         return ""
-    return (
-        f"{1 - num_rows / shards:.0%} of each update is padding, since --mesh cuts rows into {shards} parts "
-        f"(data x fsdp) and a minibatch has {num_rows}: raise it to {shards} (--ppo_minibatch, --groups_per_batch), or "
-        "give tp more of the devices"
-    )
+    return f"warning: {TINY} reads only prompts such as 'Use 3 4 5 to make 6.': give a --model_dir that reads these"
 
 
 def warn_of_rate(config: Config, model: Decoder) -> str:

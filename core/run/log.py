@@ -20,7 +20,7 @@ from core.run.rollouts import (
     write_rows,
 )
 from models.tokenizer import Tokenizer
-from utils.devices.compilation import Compiler, Programs, forget_programs
+from utils.devices.compilation import Programs, compile_programs, forget_programs
 from utils.devices.compile_log import Compilations, compile_metrics, describe_programs
 from utils.metrics.logger import Logger
 from utils.metrics.sinks import open_sinks
@@ -75,7 +75,7 @@ class Log:
         """
         clock = time.perf_counter()
         with waiting("programs"):
-            notes = Compiler(lists).wait()
+            notes = compile_programs(lists)
         self.compilations.are_all_known = are_all and not notes
         self.ahead += self.compilations.take_programs()
         self.folder.print(*notes, describe_programs(self.ahead, time.perf_counter() - clock))

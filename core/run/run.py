@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker
@@ -25,6 +25,7 @@ from utils.metrics.terminal import waiting
 from utils.runs.origin import describe_segment
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError, describe_file_error
+from utils.settings.groups import TrainConfig
 
 Evaluate = Callable[[TrainState, int], dict[str, float]]  # returns the scores of a state; empty: nothing is held out
 SELECTION_SCORE = "test_env/return"  # score by which --save_best chooses
@@ -44,7 +45,7 @@ class Run:
 
     def __init__(
         self,
-        config: Any,
+        config: TrainConfig,
         layout: Layout,
         environments: Mapping[str, RolloutSettings],
         command: str = GRPO,

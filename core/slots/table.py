@@ -77,7 +77,7 @@ def page_sizes(
             f"the cache has pages for {num_pages * page:,} tokens on each device, and a row may have {longest:,}: "
             "lower --num_generation_tokens or --prompt_length"
         )
-    lanes, widths = sorted({round_up(-(-num_slots // 4), num_shards), num_slots}), [width]
+    lanes, widths = sorted({round_up(-(-num_slots * n // 4), num_shards) for n in (1, 2, 3, 4)}), [width]
     if layout.is_cpu:
         sizes = LANES_OF_SMALL if 4 * model.num_parameters < SMALL_BYTES else LANES_ON_CPU
         lanes = [size * num_shards for size in sizes if size * num_shards <= num_slots] or [num_slots]

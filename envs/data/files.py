@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -24,14 +23,10 @@ MAX_FIELD = 1 << 30  # characters of a value of CSV: the limit of the module csv
 NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
 LISTS = ("data", "rows", "train", "test", "examples", "instances", "questions", "problems", "samples")
 SPEAKERS = ("role", "from")  # keys of a message that name who speaks
-SPACE = re.compile(r"\s*")
 
 
 def read_file(path: Path) -> Located:
-    """Yields the rows of a file in the format that its beginning shows.
-
-    Raises: UserError if the file, or the rest of it, cannot be read; OSError.
-    """
+    """Yields the rows of a file in the format that its beginning shows. Raises: UserError; OSError."""
     try:
         with open_file(path) as file:
             is_parquet = file.read(len(PARQUET)) == PARQUET
@@ -73,36 +68,21 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json(path: Path) -> Located:
-    """Yields the objects of a file: one on each line, in a list, or one after the other.
-
-    A list may also be in an object: {"data": [...]}.
-    """
+    """Yields the objects of a file: one on each line, in a list, or in {"data": [...]}. Raises: UserError."""
     lines = [line for _, line in islice(read_lines(path), 2)]
     first_rows = [*map(parse_json, lines)]
     has_row = any(isinstance(row, dict) for row in first_rows)  # the other line may be broken
     if lines[0].startswith(b"{") and has_row and find_rows(first_rows) == first_rows:
         yield from ((f"{path}:{number}", parse_json(line)) for number, line in read_lines(path))
-    else:
-        rows = find_rows(read_values(path))
-        yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
-
-
-def read_values(path: Path) -> list[JSON]:
-    """Returns the values of a file, one after the other. Raises: UserError if it is not JSON."""
-    decoder, values = json.JSONDecoder(), []
+        return
     try:
         with open_file(path) as file:
-            text = file.read().decode("utf-8-sig")
-        end = SPACE.match(text).end()
-        while end < len(text):
-            value, end = decoder.raw_decode(text, end)
-            values.append(value)
-            end = SPACE.match(text, end).end()
+            value = json.loads(file.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is {NOT_UTF8}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}): correct it, or copy it again") from error
-    return values
+    yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(find_rows([value]), 1))
 
 
 def find_rows(values: list[JSON]) -> list[JSON]:

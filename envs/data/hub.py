@@ -19,10 +19,7 @@ TIMEOUT = 10  # seconds after which a hub that does not answer counts as absent
 
 
 def read_split(name: str, config: str, split: str) -> Located:
-    """Returns the rows of a split of a data set, each with its location; `name`: owner/name on the hub, or a folder.
-
-    Raises: UserError if there is no such configuration or split; what the hub's client raises.
-    """
+    """Returns the rows of a split of a data set: owner/name on the hub, or a folder. Raises: UserError, or others."""
     try:
         files = folder_split(Path(name), config, split) if Path(name).is_dir() else fetch_split(name, config, split)
     except UserError:
@@ -73,10 +70,14 @@ def folder_split(folder: Path, config: str, split: str, name: str = "") -> list[
 def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -> list[str]:
     """Returns the files of a split among the paths of a data set, in which a folder may stand for a configuration.
 
-    Words in the names of folders tell the split, or, if there are none, in the names of files; files without such a
-    word are for training. Raises: UserError if there is none, if folders differ, or if a shard is missing.
+    Words in the names of folders, or else of files, tell the split; files without one are for training. Raises:
+    UserError.
     """
-    every = [name for name in sorted(names) if is_of_rows(name)]
+    paths = {name: PurePosixPath(name.removesuffix(".gz")) for name in sorted(names)}
+    every = [
+        name for name, path in paths.items()
+        if path.suffix in KINDS and path.name not in NO_ROWS and not any(x.startswith((".", "__")) for x in path.parts)
+    ]  # fmt: skip
     folder = f"{config}/" * (config not in ("", "default"))
     rows = [name for name in every if name.startswith(folder)]
     if not rows:
@@ -84,7 +85,13 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         of_rows = f"file of rows ({', '.join(KINDS)}):"
         what = f"configuration {config}: choose one of {configs}, or" if folder else of_rows
         raise UserError(f"{origin} has no {what} {OTHERS}")
-    splits = {word: one_kind(of_split(rows, len(folder), word)) for word in dict.fromkeys((*WORDS, split))}
+
+    def of_split(split: str) -> list[str]:
+        word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
+        in_folder = [name for name in rows if word.search(name[len(folder) :].rpartition("/")[0])]
+        return one_kind(in_folder or [name for name in rows if word.search(name.rpartition("/")[2])])
+
+    splits = {name: of_split(name) for name in dict.fromkeys((*WORDS, split))}
     if not any(splits.values()):
         splits["train"] = one_kind(rows)
     files = splits[split]
@@ -100,20 +107,6 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         if missing:  # as in a download that was cut off
             raise UserError(f"{origin} lacks {min(missing)}, {len(missing)} such files in all: download them again")
     return files
-
-
-def is_of_rows(name: str) -> bool:
-    """True for the path of a file of rows that is not hidden."""
-    path = PurePosixPath(name.removesuffix(".gz"))
-    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
-    return path.suffix in KINDS and path.name not in NO_ROWS and not is_hidden
-
-
-def of_split(names: Sequence[str], start: int, split: str) -> list[str]:
-    """Returns the paths whose folders have a word for a split, or else those of files that have one."""
-    word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
-    in_folder = [name for name in names if word.search(name[start:].rpartition("/")[0])]
-    return in_folder or [name for name in names if word.search(name.rpartition("/")[2])]
 
 
 def one_kind(files: Sequence[str]) -> list[str]:

@@ -47,10 +47,7 @@ class Messages(list[Message]):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a prompt and its answer, or of a conversation; empty: the usual ones.
-
-    Dots stand before the name of a nested column: reward_model.ground_truth.
-    """
+    """Names of the columns of a prompt and its answer, or of a conversation, with dots before nested ones."""
 
     prompt: str = ""
     answer: str = ""
@@ -72,31 +69,31 @@ class Exchange(NamedTuple):
 
 def read_exchange(row: RawRow, columns: Columns) -> Exchange:
     """Returns the content of a row. Raises: KeyError for a missing column; ValueError for a malformed or unused one."""
-    check_columns(row)
+    if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
+        advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
+        raise ValueError(f"its column {wrong} is not rendered: {advice} remove the column")
     tools = read_tools(row.get("tools"))
     given = {name: x for name, x in row.items() if x is not None}
     is_alpaca = "instruction" in row and "output" in row
     answers = [columns.answer] if columns.answer else [*columns.usual_answers, *["output"] * is_alpaca]
-    found = [name for name in answers if has_column(row, name)]
-    answer = next((name for name in found if get_column(row, name) is not None), "".join(found[:1]))
-    if not answer and columns.answer and columns.needs_answer:
-        raise KeyError(columns.answer)
+    answer = next((name for name in answers if find_column(row, name) is not None), "")
+    if columns.answer and columns.needs_answer:
+        get_column(row, columns.answer)  # raises if there is none
     conversation = columns.messages or ("" if columns.prompt else first_of(CONVERSATIONS, given))
     prompt = columns.prompt or first_of(PROMPTS, given) or first_of(PROMPTS, row) or "instruction" * is_alpaca
     is_pair = bool(prompt) and bool(answer or not columns.needs_answer)
     if columns.messages or (conversation and (columns.begins_with_messages or not is_pair)):
         messages = read_messages(get_column(row, conversation))
         reply = messages[-1:] if messages and messages[-1]["role"] == REPLY else []
-        before = messages[: len(messages) - len(reply)]
-        value = get_column(row, answer) if answer else None
-        return Exchange(with_system(row, before), value, reply=reply, tools=tools, column=conversation)
-    if prompt == "instruction" and not columns.prompt:
-        said, column = read_alpaca(row), PROMPTS[0]
+        said, column = messages[: len(messages) - len(reply)], conversation
+        answers = [answer] * bool(answer)
+    elif prompt == "instruction" and not columns.prompt:
+        said, column, reply = read_alpaca(row), PROMPTS[0], []
     else:
-        column = prompt or PROMPTS[0]
+        column, reply = prompt or PROMPTS[0], []
         said = read_prompt(get_column(row, column))
-    value = get_column(row, answer or answers[0]) if answer or columns.needs_answer else None
-    return Exchange(with_system(row, said), value, reply=[], tools=tools, column=column)
+    value = get_column(row, answer or answers[0]) if answers and (answer or columns.needs_answer) else None
+    return Exchange(with_system(row, said), value, reply, tools, column)
 
 
 def get_column(row: RawRow, name: str) -> JSON:
@@ -111,24 +108,17 @@ def get_column(row: RawRow, name: str) -> JSON:
     return value
 
 
-def has_column(row: RawRow, name: str) -> bool:
+def find_column(row: RawRow, name: str) -> JSON:
+    """Returns the value of a column, as `get_column` does; None if there is none."""
     try:
-        get_column(row, name)
+        return get_column(row, name)
     except KeyError:
-        return False
-    return True
+        return None
 
 
 def is_nothing(value: JSON) -> bool:
     """True for null, and for a list or an object without anything in it."""
     return value is None or value in ([], {})
-
-
-def check_columns(row: RawRow) -> None:
-    """Raises ValueError for a column that the model should read, but that is not rendered."""
-    if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
-        advice = "give --env_options thinking=on or off, and" if wrong == REFUSED[-1] else "only text is read:"
-        raise ValueError(f"its column {wrong} is not rendered: {advice} remove the column")
 
 
 # messages
@@ -172,10 +162,7 @@ def read_alpaca(row: RawRow) -> str:
 
 
 def read_messages(value: JSON) -> list[Message]:
-    """Returns the messages of a list, or of its JSON, with the roles and keys of chat templates.
-
-    Raises: ValueError for anything else, and for what is not rendered, by its key or part.
-    """
+    """Returns the messages of a list, or of its JSON, with the roles and keys of chat templates. Raises: ValueError."""
     if isinstance(value, str):
         value = read_json(value, "its list of messages")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -238,24 +225,11 @@ def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
 
 # references
 
-MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write for a missing value
-
-
 def read_references(value: JSON) -> list[str]:
-    """Returns the texts of an answer, or of a list of answers, all of them right; none if it is empty.
-
-    Raises: ValueError for anything but texts and numbers, and for a text that may mean a missing value. In a list it
-    is what it says.
-    """
+    """Returns the texts of an answer, or of a list of right answers; none if it is empty. Raises: ValueError."""
     if isinstance(value, dict) and "ground_truth" in value:  # verl's
         value = value["ground_truth"]
-    texts = list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
-    if not isinstance(value, list) and texts and texts[0] in MISSING:
-        raise ValueError(
-            f"its answer is the text {texts[0]!r}, which programs write for a missing value: if it is the answer, "
-            f'write the list ["{texts[0]}"]'
-        )
-    return texts
+    return list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
 
 
 def read_reference(value: JSON) -> str:
@@ -280,19 +254,23 @@ def read_tools(value: JSON) -> tuple[Schema, ...]:
     if not isinstance(tools, list):
         raise ValueError("its column tools is not a list of JSON schemas")
     tools = [read_json(tool, "its column tools") if isinstance(tool, str) else tool for tool in tools]
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ValueError("its column tools is not a list of JSON schemas with a name each")
+    if not all(map(function_of, tools)):
+        raise ValueError("its column tools is not a list of JSON schemas with a name each")
     return tuple(tools)
+
+
+def function_of(value: JSON) -> Schema | None:
+    """Returns what a tool or a call has under `function`, or itself; None if that has no name."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def read_calls(what: str, calls: JSON) -> list[JSON]:
     """Returns the calls of a message with their arguments as objects, as chat templates need them."""
     read = []
     for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        function = function_of(call)
+        if not function:
             raise ValueError(f"{what} has tool_calls that are not a list of calls with a name each")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
@@ -316,10 +294,7 @@ def read_json(text: str, what: str) -> JSON:
 
 
 def weighted(row: RawRow, messages: list[Message]) -> list[Message]:
-    """Returns messages with the weights that their row gives: a number for all, or a list with one for each.
-
-    Raises: ValueError for other weights, LeftOut if nothing is left to train on.
-    """
+    """Returns messages with their row's weights, one for all or for each. Raises: ValueError; LeftOut if all are 0."""
     replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
     weights = {i: messages[i].get("weight", 1) for i in replies}
     for name in WEIGHTS:

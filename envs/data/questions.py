@@ -3,7 +3,7 @@
 Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
 """
 
-from envs.base import Env, Problem, Trial, check_choice, shown_form
+from envs.base import Env, Problem, check_choice, shown_form
 from envs.data.rows import Row
 from envs.grading.answers import FORMS, final_answer
 
@@ -47,10 +47,6 @@ class Questions(Env):
         """True if an answer equals the reference; never raises, whatever the answer."""
         raise NotImplementedError
 
-    def is_read(self, reference: str, answer: str) -> bool:
-        """True if an answer equals the reference by its meaning, not only by its spelling."""
-        return self.is_equal(reference, answer)
-
     def problem(self, index: int) -> Problem:
         question, answer, place = self.rows[index]
         system, user = self.prompts[self.form], {"role": "user", "content": question}
@@ -61,16 +57,15 @@ class Questions(Env):
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         answer = final_answer(text, self.form)
         formed = answer is not None  # the text holds an answer in the required form
-        is_equal = self.is_read if isinstance(text, Trial) else self.is_equal
-        correct = formed and is_equal(problem.answer, answer)
+        correct = formed and self.is_equal(problem.answer, answer)
         value = 1.0 if correct else self.partial * formed
         return {"return": value, "correct_answer": float(correct), "format": float(formed)}
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, problem.answer)
 
-    def trials(self, problem: Problem) -> list[Trial]:
-        return written_trials(problem, self.form, [problem.answer])
+    def trials(self, problem: Problem) -> list[str]:
+        return written_trials(problem, self.form, problem.answer)
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:
@@ -82,8 +77,7 @@ def written_answers(form: str, answer: str) -> dict[str, str]:
     }
 
 
-def written_trials(problem: Problem, form: str, references: list[str]) -> list[Trial]:
-    """Returns a reply for each reference, in a form; in the form any as the prompt shows it, or in those of models."""
+def written_trials(problem: Problem, form: str, answer: str) -> list[str]:
+    """Returns replies with an answer in a form; in the form any as the prompt shows it, or in those of models."""
     shown = shown_form(problem.messages) if form == "any" else form
-    ways = [shown] if shown else ["any", "alone", "boxed"]
-    return [Trial.of(WRITTEN[way].format(text), text, way) for way in ways for text in references]
+    return [WRITTEN[way].format(answer) for way in ([shown] if shown else ["any", "alone", "boxed"])]

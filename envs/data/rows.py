@@ -23,11 +23,7 @@ class LeftOut(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Location of the rows of one split.
-
-    `files`: names to look for in --data_dir, the first that is there counts. `hub`: "owner/name" or
-    "owner/name:config" of the data set there, or its folder, and its `hub_split`. `url`: where the files can be found.
-    """
+    """Location of the rows of a split: `files` of --data_dir, or "owner/name[:config]" of the `hub` or its folder."""
 
     files: tuple[str, ...]
     hub: str = ""
@@ -68,13 +64,10 @@ def load_rows(
     noun: str = "problem",
     skip: str = SKIP,
 ) -> tuple[list[Row], str]:
-    """Returns the rows of a source in order, without those that repeat or lack a prompt, or lack an answer; and a note.
+    """Returns the rows of a source in order, and a note on those left out: repeated, empty, or without an answer.
 
-    `may_repeat`: rows that repeat a prompt stay, such as games with random openings. `noun`: what the note calls a row;
-    `skip`: advice on a malformed row, other than correcting it.
-
-    Raises: UserError when there is no data (with what to do), and when a file cannot be read to its end. Unless
-    `skip_bad_rows`, also for the first malformed row, by file and line.
+    `may_repeat`: prompts may repeat. `noun`: what the note calls a row; `skip`: advice on a malformed row. Raises:
+    UserError without data or rows; for a malformed row, by file and line, unless `skip_bad_rows`.
     """
     origin, located = read_source(name, source, data_dir)
     rows, seen, left_out, total = [], set(), Counter(), 0
@@ -124,7 +117,7 @@ def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, sk
         return f"{location} is malformed: {error}. Correct it, {skip}"
     columns = ", ".join(map(repr, row))[:200]
     prompt, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    reward = "" if answer else " (a --reward needs no answer)"
+    reward = "" if answer else " (with a --reward, or an --episode that has get_reward or step, rows need no answer)"
     names = f"prompt={prompt or 'COLUMN'},answer={answer or 'COLUMN'}{reward}"
     name_them = f"the environment dataset takes their names by --env_options {names}"
     return f"{location} has no column {error}, only {columns}: {name_them}. Name them, correct the row, {skip}"
@@ -136,11 +129,7 @@ def first_of(names: Sequence[str], row: RawRow) -> str:
 
 
 def find_local(source: Source, data_dir: str) -> Path | None:
-    """Returns the place of a source on this machine: the first file that it names, or a copy of the hub's folder.
-
-    The copy is owner/name or name in --data_dir, or --data_dir itself if it has that name; without --data_dir it is
-    the folder owner/name.
-    """
+    """Returns the first of a source's files, or a copy of the hub's folder, in --data_dir or in the current folder."""
     root = Path(os.path.expanduser(data_dir)).absolute()
     hub = source.hub.partition(":")[0]
     places = [path for path in map(root.joinpath, source.files) if path.is_file() and (data_dir or not hub)]

@@ -27,8 +27,8 @@ def split_rows(
 ) -> "dict[str, list[Row]]":
     """Returns the rows of each split in their order: those with the smallest digests of their prompts are held out.
 
-    One prompt in `one_in` is for test, unless there are `tests`, and half as many are for valid. Both are rounded, and
-    at least one if one is left to train on. All rows of a prompt are in one split; `by_row`: each counts alone.
+    One prompt in `one_in` is for test, unless there are `tests`, and half as many for valid; at least one each. All
+    rows of a prompt are in one split; `by_row`: each counts alone.
     """
     prompts = [(json.dumps(row.prompt), i * by_row) for i, row in enumerate(rows)]
     ranked = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt[0].encode()))
@@ -52,8 +52,7 @@ def select_split(
 ) -> "tuple[list[Row], str]":
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
-    `tests`: the rows of a test file; None: some of `rows` are for test. `may_overlap`: no row is removed.
-    Raises: UserError if no row is left.
+    `tests`: rows of a test file. `may_overlap`: no row is removed. Raises: UserError if none is left.
     """
     by_split = split_rows(rows, one_in, tests, by_row=may_overlap)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}

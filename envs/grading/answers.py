@@ -10,8 +10,7 @@ import operator
 import re
 from fractions import Fraction
 
-from envs.grading.numerals import parse_number
-from envs.grading.words import MAX_BOX, choice, simplified, words
+from envs.grading import MAX_BOX
 
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
@@ -64,15 +63,6 @@ def final_answer(text: str, form: str) -> str | None:
     return answer if boxed is None else boxed
 
 
-def one_spelling(answer: str) -> str:
-    """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
-    if letter := choice(answer):  # before "forty" of "E: forty"
-        return letter
-    if number := parse_number(answer, words=True):
-        return f"{number.value}{'%' * number.percent}"
-    return words(answer) or simplified(answer) or answer
-
-
 # arithmetic
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -81,8 +71,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
     """Returns the exact value of an expression in + - * / ( ) over non-negative integers, and these integers in order.
 
-    Signs before a number or a bracket are allowed ("-(2-5)*4" is 12). (None, []) for anything else: names, powers,
-    decimals, a number straight after another, division by zero, more than MAX_ARITHMETIC characters.
+    (None, []) for anything else, such as names, powers, decimals, division by zero, or more than MAX_ARITHMETIC
+    characters.
     """
     if len(text) > MAX_ARITHMETIC:
         return None, []

@@ -37,7 +37,6 @@ from envs.grading.words import (
     WRAPPER,
     choice,
     letters,
-    phrase,
     simplified,
     words,
 )
@@ -64,25 +63,22 @@ def final_reference(text: str) -> str:
     return extract_boxed(answer) or answer
 
 
-def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
+def same_math(reference: str, answer: str) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, or by math-verify.
 
-    If the reference is a worked solution, the answer at its end counts: see `final_reference`. False for texts that do
-    not parse, or are too long, too deeply nested or too large to be computed, unless both are written alike. With
-    `may_be_alike` false only short texts with words may be. It never raises.
+    Of a worked solution, the answer at its end is the reference. Texts that do not parse, or are too long or large to
+    be computed, are equal only if they are written alike. It never raises.
     """
     try:
-        return _same_math(final_reference(reference), answer, may_be_alike)
+        return _same_math(final_reference(reference), answer)
     except Exception:  # of the parser or of sympy: OverflowError, RecursionError, MemoryError and others
         return False
 
 
-def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
+def _same_math(reference: str, answer: str) -> bool:
     reference, answer = reference.rstrip(" \t\n\\"), answer.rstrip(" \t\n\\")  # a stray \\ at the end
     simple_reference = simplified(reference)
-    if may_be_alike and simple_reference and simple_reference == simplified(answer):
-        return True
-    if not may_be_alike and phrase(reference) and phrase(reference) == phrase(answer):
+    if simple_reference and simple_reference == simplified(answer):
         return True
     if not (is_tame(reference) and is_tame(answer)):
         return False
@@ -108,8 +104,6 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     if not may_be_same(reference, answer):
         return False
     reference_math, answer_math = parse_math(reference, is_reference=True), parse_math(answer)
-    if not may_be_alike:  # texts that do not parse are compared as they are
-        reference_math = [x for x in reference_math if not isinstance(x, str)]
     if not (reference_math and answer_math):
         return False
     return grader().verify(reference_math, answer_math, float_rounding=digits, timeout_seconds=None)
@@ -129,10 +123,9 @@ MARKS = [  # signs that are units
 
 
 def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
-    r"""Returns a text without the unit at its end, and that unit with its power; None for an unknown unit or none.
+    r"""Returns a text without the unit at its end, and that unit: "15\text{ cm}^2" is ("15", ("cm", 2, "")).
 
-    "15\text{ cm}^2" is ("15", ("cm", 2, "")), and "3 km/h" is ("3", ("km", 1, "h")). A letter straight after a number
-    stays, as it may be a variable, and so do signs ($, %, °).
+    A letter straight after a number stays, as it may be a variable, and so do signs ($, %, °).
     """
     text = text.strip()
     for mark, unit in MARKS:
@@ -288,8 +281,7 @@ def grader() -> ModuleType:
 def same_value(a: Expression, b: Expression, digits: int, _precision: int = 0) -> bool:
     """True if two values agree in `digits` significant digits (see `agree`); with EXACT if they are equal.
 
-    Values that are no fractions are computed to 50 digits and compared to EXACT ones. Of formulas of something unknown
-    the coefficients are compared, if the terms are written alike.
+    Irrational values are compared to EXACT digits; of formulas of something unknown the coefficients, term by term.
     """
     import sympy
 

@@ -17,10 +17,7 @@ EXACT = 40  # if no decimal is written; fractions are then compared exactly, oth
 
 
 def digits_written(*texts: str) -> int:
-    """Returns how many significant digits count when numbers of these texts are compared.
-
-    The least precise decimal decides, within FEWEST_DIGITS and MOST_DIGITS; EXACT without a decimal.
-    """
+    """Returns how many significant digits count: those of the least precise decimal in the texts; EXACT without one."""
     decimals = [a + b for text in texts for a, b in re.findall(r"(\d*)\.(\d+)(?!\s*\\overline)", text)]
     return min(max(min(len(x.lstrip("0")) for x in decimals), FEWEST_DIGITS), MOST_DIGITS) if decimals else EXACT
 
@@ -56,17 +53,15 @@ class Number(NamedTuple):
 ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen"""
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-VALUE = {"a": 1, "an": 1} | {name: k for k, name in enumerate(ONES.split())}
-VALUE |= {name: 10 * k for k, name in enumerate(TENS.split(), 2)}
+VALUE = {name: k for k, name in enumerate(ONES.split())} | {name: 10 * k for k, name in enumerate(TENS.split(), 2)}
 SCALE = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SHORT = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "B": 10**9, "bn": 10**9}
-PARTS = "half third fourth fifth sixth seventh eighth ninth tenth"
-PARTS = {name: k for k, name in enumerate(PARTS.split(), 2)} | {"halve": 2, "quarter": 4, "hundredth": 100}
-SCALES, FRACTIONS = ("|".join(f"{name}s?" for name in names) for names in (SCALE, PARTS))
+FRACTIONS = "hal(?:f|ves?)|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|quarters?|hundredths?"
+SCALES = "|".join(f"{name}s?" for name in SCALE)
 NEGATION = "not|no|never|cannot|neither|nor|wrong|incorrect|false|untrue|unequal|[a-z]+n['’]t"
 # Words that change a number: wherever they stand; straight before it, with nothing but fillers between, or anywhere
 # after it; straight before it or after it; straight before it.
-ANYWHERE = "|".join([NEGATION, *({*VALUE} - {"a", "an", "one"}), SCALES, f"(?-i:{'|'.join(SHORT)})", "minus|negative"])
+ANYWHERE = "|".join([NEGATION, *({*VALUE} - {"one"}), SCALES, f"(?-i:{'|'.join(SHORT)})", "minus|negative"])
 BOTH = rf"(?!quarters)(?:{FRACTIONS})|thousandths?|least|most|or|plus|factorial|choose|pi|hex|binary|lakh|crore|grand"
 BESIDE = "squared|cubed|doubled|tripled|halved|th|st|nd|rd|divided|multiplied|raised|point|dot|mod|modulo|power|factors"
 BEFORE = (
@@ -103,42 +98,16 @@ OTHER_WORDS = re.compile(
     rf"|равна|итого|الجواب|الإجابة|هو|هي|{NAMED_UNIT}",
     re.IGNORECASE,
 )
-NAME = f"(?:{'|'.join([*VALUE, *SCALE])})"
 SPELLED = re.compile(
-    rf"(?<![\w-]){NAME}(?:(?: and |[ -]){NAME})*(?:(?: and |[ -])(?:{FRACTIONS}))?(?![\w-])", re.IGNORECASE
+    rf"(?<![\w-])(?:({TENS.replace(' ', '|')})[ -])?({'|'.join(VALUE)})(?![\w-]| quarters?\b)", re.IGNORECASE
 )
 
 
 def spelled(match: re.Match[str]) -> str:
-    """Writes a number in words with digits: "four hundred and two" as 402. What is none stays: "twenty eleven"."""
-    words = re.findall("[a-z]+", match[0].lower())
-    if words in (["a"], ["an"]) or (words == ["one"] and match[0] != match.string):  # this one
-        return match[0]
-    below = PARTS.get(words[-1].removesuffix("s"))
-    if below is None:
-        return match[0] if count(words) is None else str(count(words))
-    split = len(words) - words[::-1].index("and") if "and" in words else 0  # two and | three quarters
-    whole, above = count(words[: max(split - 1, 0)]), count(words[split:-1])
-    is_ordinal = (words[split:-1] in (["a"], ["an"], ["one"])) == words[-1].endswith("s")  # twenty-third
-    if not above or whole is None or is_ordinal:
-        return match[0]
-    return f"{whole or ''} {PART}{above}/{below}".strip()
-
-
-def count(words: list[str]) -> int | None:
-    """Returns the integer that words are, None if they are none."""
-    total, group, room, least = 0, 0, 1000, math.inf  # what comes next is below `room`, a scale below `least`
-    for word in filter("and".__ne__, words):
-        number, scale = VALUE.get(word), SCALE.get(word)
-        if number is not None and number < room:
-            group, room = group + number, 10 if number >= 20 else 0
-        elif word == "hundred" and 0 < group < 100:
-            group, room = 100 * group, 100
-        elif scale and scale != 100 and group and scale < least:
-            total, group, room, least = total + group * scale, 0, min(scale, 1000), scale
-        else:
-            return None
-    return total + group
+    """Writes a number in words with digits: "twenty-three" as 23. What is none stays: "twenty eleven", "this one"."""
+    tens, ones = (VALUE[word.lower()] if word else 0 for word in match.groups())
+    is_pronoun = ones == 1 and not tens and match[0] != match.string
+    return match[0] if is_pronoun or (tens and not 0 < ones < 10) else str(tens + ones)
 
 
 # one spelling
@@ -229,10 +198,9 @@ OTHER_LETTER = re.compile(r"[^\W\u0000-\u03ff\u1e00-\u1fff]")
 
 
 def parse_number(text: str, words: bool = False) -> Number | None:
-    r"""Returns the number that a text is: "1,000", "-$5.50", "25%", "1 1/2", "\frac{3}{4}", "1.5 million", "10^3".
+    r"""Returns the number that a text is: "1,000", "-$5.50", "25%", "1 1/2", "\frac{3}{4}", "10^3"; or None.
 
-    With `words` there may be some around it ("x = 18", "about 18 dollars per day"), but no second number and nothing
-    that changes it. None for anything else, and for more than MAX_NUMBER characters.
+    With `words` there may be some around it ("about 18 dollars per day"), but nothing that changes it.
     """
     match = find_number(text, words)
     return match and match[0]

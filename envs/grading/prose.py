@@ -4,15 +4,15 @@ import functools
 import re
 from itertools import pairwise
 
+from envs.grading import MAX_BOX
 from envs.grading.numerals import EMPHASIS, HARMFUL, UNIT_OF, VULGAR, find_number
-from envs.grading.words import LEAD, MAX_BOX, MAX_MATH, MAX_PHRASE, PLAIN_NAMES, SENTENCE, WRAPPER, choice, letters
+from envs.grading.words import LEAD, MAX_MATH, MAX_PHRASE, PLAIN_NAMES, SENTENCE, WRAPPER, choice, letters
 
 
 def extract_hash(text: str, is_asked: bool = True) -> str | None:
     """Returns the answer after the last #### whose line holds one (see `holds_answer`); None if there is none.
 
-    A line of words is an answer if no text of its own follows it, as it follows a heading of Markdown. If the
-    form `is_asked` for, the last line of words counts whatever follows.
+    A line of words counts if no text follows it, as it follows a heading; if the form `is_asked` for, whatever follows.
     """
     end, headings = len(text), []
     for _ in range(100):  # lines that hold no answer; more are not looked at
@@ -71,10 +71,9 @@ OTHER_LETTER = re.compile(r"\b[B-HJ-Z]\b|\bA\b(?!\s+[a-z])|\bA(?=\s+(?:is|was|wo
 
 
 def extract_prose(text: str) -> str | None:
-    """Returns the answer that the end of a text gives without a form: None if there is none, or more than one.
+    """Returns the answer that the end of a text gives without a form; None if there is none, or more than one.
 
-    That is what follows the last "answer is" or "Answer:", or the text itself, if it is one short line (see `is_bare`).
-    Then come a label on a line of its own beside its explanation (see `extract_label`), and the last
+    It is what follows the last "answer is"; the text, if it is one short line; a label on a line of its own; the last
     number.
     """
     text = EMPHASIS.sub(r"\2", text.rpartition("</think>")[2][-MAX_MATH:].strip())
@@ -124,10 +123,9 @@ TOGETHER = re.compile(
 
 
 def extract_last_number(text: str) -> str | None:
-    """Returns the last number in a text, with its sign; None if there is none.
+    """Returns the last number in a text, with its sign, scale, fraction and unit; None if there is none.
 
-    Its sign, scale, fraction and unit belong to it ("18 thousand", "1 1/2 km"). If something else changes it ("half of
-    18"), or it is one of several ("between 5 and 7"), its whole clause is returned.
+    If something else changes it ("half of 18"), or it is one of several, its whole clause is returned.
     """
     numbers = [*NUMBERS.finditer(text)]
     if not numbers:

@@ -3,10 +3,10 @@
 import functools
 import re
 
-from envs.grading.numerals import EMPHASIS
+from envs.grading import MAX_BOX
+from envs.grading.numerals import EMPHASIS, parse_number
 
 MAX_MATH = 2000  # longest text for math-verify, in characters
-MAX_BOX = 5000
 MAX_PHRASE = 100  # characters of an answer in words
 WRAPPER = re.compile(r"\\(?:text\w*|math\w+|mbox)\s*\{([^{}]*)\}")
 SENTENCE = re.compile(r"(?:\b(?!and\b|or\b)[^\W\d_]{3,}.*?){2}", re.DOTALL)  # two words that are no mathematics
@@ -62,16 +62,18 @@ def words(text: str) -> str:
     return " ".join(names) if is_word and not any(name in PLAIN_NAMES for name in names) else ""
 
 
-def phrase(text: str) -> str:
-    """Returns a short text with words, in lower case and without marks around it; empty for formulas and long texts."""
-    plain = " ".join(text[: 2 * MAX_PHRASE].split()).strip(" .,;:!?\"'“”‘’*_")
-    has_words = re.search(r"[^\W\d_]{2}", plain) and not re.search(r"[\\{}$]", plain)
-    return plain.casefold() if has_words and len(plain) <= MAX_PHRASE else ""
-
-
 def simplified(text: str) -> str:
     """Returns a piece of LaTeX without parts that do not change its meaning, for a first look."""
     if len(text) > 2 * MAX_BOX:
         return ""
     text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", EMPHASIS.sub(r"\2", text.strip()))
     return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text)
+
+
+def one_spelling(answer: str) -> str:
+    """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
+    if letter := choice(answer):  # before "forty" of "E: forty"
+        return letter
+    if number := parse_number(answer, words=True):
+        return f"{number.value}{'%' * number.percent}"
+    return words(answer) or simplified(answer) or answer

@@ -1,9 +1,8 @@
 """Classes of other trainers as episodes: for TRL's `environment_factory`, and objects with `reset` and `step`.
 
-An object plays an episode in one process, from its `reset`, whose text ends the prompt, to its last reward. Then it is
-reset for another episode. Its methods may be coroutine functions. Before each call the global generators of `random`,
-NumPy and torch are seeded. So `reset` gets the same random numbers for all samples of a group, and all methods get
-the same numbers when an episode is played again.
+An object plays an episode in one process, and is then reset for another. Its methods may be coroutine functions. Before
+each call the generators of `random`, NumPy and torch are seeded, so that an episode can be played again, and `reset`
+gets the same random numbers for all samples of a group.
 """
 
 import contextlib
@@ -20,12 +19,13 @@ from typing import Any, NamedTuple
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.messages import Message
-from envs.data.rows import JSON, RawRow
+from envs.data.rows import JSON
 from envs.own_code import as_number, wrong_return
 from envs.tools.calls import CallError, parse_call
 from envs.tools.episode import LastGrade, ToolEpisode, ToolFunction, ToolSettings, completed
 
 STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # raised while a returned value is taken apart
 Resettable = Any  # an object of another trainer: its `reset` begins an episode, and returns its opening
 
 
@@ -41,14 +41,8 @@ class Played(NamedTuple):
 Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" and others
 
 
-# TRL
-
-
 def tool_methods(environment: Resettable) -> list[ToolFunction]:
-    """Returns the tools of an object: its public methods except `reset` and `get_reward`.
-
-    Source: trl/trainer/grpo_trainer.py of TRL 1.16.
-    """
+    """Returns the tools of an object: its public methods except `reset` and `get_reward`, as in TRL 1.16's trainer."""
     methods = inspect.getmembers(environment, inspect.ismethod)
     hidden = ("reset", "get_reward")
     return [method for name, method in methods if not name.startswith("_") and name not in hidden]
@@ -68,21 +62,13 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
     return scores
 
 
-# reset and step
-
-
 def read_step(returned: object) -> tuple[object, float, bool]:
-    """Returns observation, reward and end from a tuple of four or five (Gym), a mapping, or an object (OpenEnv).
-
-    Raises: AttributeError, KeyError or ValueError for anything else.
-    """
+    """Returns observation, reward and end from Gym's four or five values, or a mapping. Raises: one of MALFORMED."""
     if isinstance(returned, tuple):
         observation, reward, end, *others, _ = returned
         ends = [end, *others]
-    elif isinstance(returned, Mapping):
-        observation, reward, ends = returned["observations"], returned["reward"], [returned["done"]]
     else:
-        observation, reward, ends = returned.observation, returned.reward, [returned.done]
+        observation, reward, ends = returned["observations"], returned["reward"], [returned["done"]]
     number = as_number(reward or 0.0)
     if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
         raise ValueError("the reward is not a number, or the end is neither true nor false")
@@ -90,14 +76,10 @@ def read_step(returned: object) -> tuple[object, float, bool]:
 
 
 class GymEpisode(Episode):
-    """An object whose actions are replies. The grade of the last reply is added to the last reward.
-
-    A return of 1 or more is correct.
-    """
+    """An object whose actions are replies; the grade of the last reply is added to the last reward."""
 
     def __init__(self, environment: Resettable, grade: LastGrade):
-        self.environment = environment
-        self.grade = grade
+        self.environment, self.grade = environment, grade
         self.total = 0.0  # sum of rewards
         self.text = ""  # text of the last reply
 
@@ -107,7 +89,7 @@ class GymEpisode(Episode):
         try:
             observation, reward, is_done = read_step(returned)
             messages = [] if is_done else as_messages(observation)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise wrong_return(self.environment.step, returned, STEP_FORM) from error
         self.total += reward
         if not is_done:
@@ -123,29 +105,11 @@ class GymEpisode(Episode):
         return Step([], reward, done=True, info=scores)
 
 
-def reset(environment: Resettable, row: RawRow, seed: int) -> list[Message]:
-    """Returns the first observation; `reset` gets the seed and those columns of the row that it takes.
-
-    Raises: TypeError that names the method, if it returns none.
-    """
-    first = call(environment.reset, {"seed": seed, **row})
-    try:
-        if isinstance(first, tuple):
-            observation, _ = first
-            return as_messages(observation)
-        return as_messages(getattr(first, "observation", first))
-    except (KeyError, TypeError, ValueError) as error:
-        raise wrong_return(environment.reset, first, "an observation, or (observation, info)") from error
-
-
 def as_messages(observation: object) -> list[Message]:
     """Returns chat messages as they are, and anything else as the text of one message."""
     if isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation):
         return [{"role": message["role"], "content": message["content"]} for message in observation]
     return [{"role": "user", "content": str(observation)}]
-
-
-# both
 
 
 class ObjectEpisode(Episode):
@@ -159,22 +123,33 @@ class ObjectEpisode(Episode):
         self.is_over = False
         seed_generators(problem.seed)
         row = deepcopy(problem.answer)  # the object may keep and change its lists
-        grade_last = partial(self.grade, grade)
-        if callable(getattr(environment, "step", None)):
-            said = reset(environment, row, zlib.crc32(str(problem.seed).encode()))
-            separator, self.player = "\n", GymEpisode(environment, grade_last)
-        else:
-            text = completed(environment.reset(**row))
-            try:
-                said = [] if text is None else as_messages(text)
-            except (KeyError, TypeError) as error:
-                raise wrong_return(environment.reset, text, "text, None, or a list of messages") from error
-            grade_last = partial(grade_by_both, environment, grade_last)
-            separator, self.player = "", ToolEpisode(tool_methods(environment), adapter.settings, grade_last)
-        self.opening = extended(problem.messages, limited(Step(said)).messages, separator)
 
-    def grade(self, grade: Grade, text: str) -> Mapping[str, float]:
-        return grade(Played(text, self.ids, self.turns, self.environment))
+        def grade_last(text: str) -> Mapping[str, float]:
+            return grade(Played(text, self.ids, self.turns, environment))
+
+        if has_steps := callable(getattr(environment, "step", None)):
+            first = call(environment.reset, {"seed": zlib.crc32(str(problem.seed).encode()), **row})
+            self.player = GymEpisode(environment, grade_last)
+        else:
+            first = completed(environment.reset(**row))
+            tools = tool_methods(environment)
+            self.player = ToolEpisode(tools, adapter.settings, partial(grade_by_both, environment, grade_last))
+        try:
+            if not has_steps:
+                said = [] if first is None else as_messages(first)
+            elif isinstance(first, tuple):
+                observation, _ = first
+                said = as_messages(observation)
+            else:
+                said = as_messages(first)
+        except MALFORMED as error:
+            form = "an observation, or (observation, info)" if has_steps else "text, None, or a list of messages"
+            raise wrong_return(environment.reset, first, form) from error
+        said, before = limited(Step(said)).messages, problem.messages
+        if said and before[-1]["role"] == said[0]["role"] == "user":  # they are one message
+            said[0]["content"] = before[-1]["content"] + "\n" * has_steps + said[0]["content"]
+            before = before[:-1]
+        self.opening = before + said
 
     def step(self, reply: str) -> Step:
         return self.act(Reply(reply))
@@ -229,29 +204,18 @@ def close(environment: Resettable) -> None:
             completed(environment.close())
 
 
-class Traits(NamedTuple):
-    """Properties of the objects of a class."""
-
-    has_steps: bool  # they take actions by `step`; if not, their public methods are tools
-    tools: Sequence[ToolFunction]
-    pays: bool
-
-
 @dataclass(frozen=True)
 class Adapter:
-    """Episodes of the objects that a class, or another factory without arguments, makes.
-
-    There are as many objects as episodes at a time; objects of finished episodes wait in the pool.
-    """
+    """Episodes of the objects that a class, or another factory without arguments, makes; ended ones wait in a pool."""
 
     factory: Callable[[], Resettable]
     settings: ToolSettings
     idle: list[Resettable] = field(default_factory=list)  # the pool
 
-    def traits(self) -> Traits:
-        """Returns traits of a new object.
+    def traits(self) -> tuple[bool, Sequence[ToolFunction], bool]:
+        """Returns whether new objects have `step`, the tools of those that do not, and whether they pay rewards.
 
-        Raises: AttributeError without a `reset`, TypeError for other actions than texts, errors of its constructor.
+        Raises: AttributeError or TypeError for objects that cannot be played; errors of the constructor.
         """
         environment = self.factory()
         self.idle.append(environment)
@@ -261,8 +225,8 @@ class Adapter:
         if hasattr(environment, "get_observation") or hasattr(space, "sample") and not hasattr(space, "characters"):
             raise TypeError("their actions are not texts: use as_gym(CLASS), see recipes/gyms/README.md")
         if callable(getattr(environment, "step", None)):
-            return Traits(True, (), True)
-        return Traits(False, tuple(tool_methods(environment)), hasattr(environment, "get_reward"))
+            return True, (), True
+        return False, tuple(tool_methods(environment)), hasattr(environment, "get_reward")
 
     def episode(self, problem: Problem, seed: int, grade: Grade) -> Episode:
         """Returns a new episode of a problem, whose answer is a row."""
@@ -277,17 +241,6 @@ class Adapter:
         """Closes the objects of the pool."""
         while self.idle:
             close(self.idle.pop())
-
-
-def extended(messages: list[Message], observed: list[Message], separator: str) -> list[Message]:
-    """Returns messages with others appended; the first of these is joined to the last one if both are a user's."""
-    if not observed:
-        return messages
-    last, first = messages[-1], observed[0]
-    if not last["role"] == first["role"] == "user":
-        return messages + observed
-    content = last["content"] + separator + first["content"]
-    return [*messages[:-1], {"role": "user", "content": content}, *observed[1:]]
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:

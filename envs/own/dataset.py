@@ -1,10 +1,6 @@
 """Your own problems: any file of rows or data set of the hub, with a reward from your own Python file.
 
-    python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
-
-my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward in the form of TRL or verl:
-see envs/own/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
-envs/own/adapters.py.
+python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 """
 
 import os
@@ -13,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from envs.base import TURN_DIALECTS, Env, Episode, Problem, Trial, check_choice
+from envs.base import TURN_DIALECTS, Env, Episode, Problem, check_choice
 from envs.data.files import RawRow
 from envs.data.messages import (
     CONVERSATIONS,
@@ -22,8 +18,7 @@ from envs.data.messages import (
     Columns,
     Messages,
     as_messages,
-    get_column,
-    has_column,
+    find_column,
     is_nothing,
     read_exchange,
     read_references,
@@ -36,22 +31,19 @@ from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer
 from envs.grading.equality import final_reference, same_math
 from envs.own.adapters import Adapter, Played
-from envs.own.functions import KeyColumns, RewardFunctions, is_correct
+from envs.own.functions import RewardFunctions, is_correct
 from envs.own_code import code_files, load_object, read_names
 from envs.tools.episode import ToolSettings
 from utils.settings.errors import UserError, check_installed, describe_error
 
 
 class Dataset(Env):
-    """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
+    """Problems from named columns of a file, or of a data set of the hub (forms of rows: envs/data/messages.py).
 
-    The column `prompt` (or `question`) holds text or a list of messages. In a column `messages`, the last message of
-    the assistant is the answer. Other forms of rows: see envs/data/messages.py. Without a `reward`, replies are
-    compared with the column `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and,
-    without a `test_path`, one in ten for the test split. Rows of `path` with a prompt of a held-out split are removed.
-
-    With an `episode`, a row is a conversation with an object of that class, which may compute rewards itself. Such
-    rows may repeat, and need no prompt.
+    Replies are graded by `reward`, or compared with the column `answer` as mathematics. One row in twenty is kept for
+    the valid split and, without a `test_path`, one in ten for the test split; rows with a prompt of these are removed.
+    With an `episode`, each row is a conversation with an object of that class (envs/own/adapters.py); rows may then
+    repeat.
     """
 
     splits = ("train", "valid", "test")
@@ -87,14 +79,13 @@ class Dataset(Env):
         self.columns = Columns(prompt, answer, messages)
         self.answer_column = answer or "answer"
         self.tokens_per_action = tokens_per_action
-        self.rewards = RewardFunctions(reward, reward_weights) if reward else None
+        self.rewards = RewardFunctions(reward, reward_weights, self.columns) if reward else None
         self.has_reward = bool(reward)
         self.code = code_files(reward) + code_files(episode)
         self.adapter, self.tools = None, ()
         if episode:
             check_choice("dialect", dialect, TURN_DIALECTS)
-            settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward)
-            self.set_episodes(episode, max_turns, settings)
+            self.set_episodes(episode, max_turns, ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward))
         self.needs_answer &= not self.has_reward
         tests = self.load(find_source(test_path, test_hub_split), skip_bad_rows) if test_path else None
         if split == "test" and test_path:
@@ -108,7 +99,7 @@ class Dataset(Env):
             check_installed("math_verify", "comparing answers, as without --reward,")
         if reward:
             first = self.rows[0].answer
-            self.rewards.check(first, self.key_columns(first), has_environments=self.opens)
+            self.rewards.check(first, has_environments=self.opens)
             self.takes_ids = self.rewards.takes_ids
             self.takes_groups = self.rewards.takes_groups and not self.opens
             if self.opens and self.rewards.takes_groups:
@@ -133,21 +124,18 @@ class Dataset(Env):
         self.adapter = Adapter(load_object(named, "--episode", "class"), settings)
         self.max_turns = max_turns
         try:
-            traits = self.adapter.traits()
+            has_steps, self.tools, pays = self.adapter.traits()
         except (Exception, SystemExit) as error:
             reason = describe_error(error)
             raise UserError(
                 f"objects of --episode {episode} cannot be made or reset ({reason}): correct the class"
             ) from error
         self.opens = self.makes_prompts = True
-        self.tools = traits.tools
-        self.dialect = "" if traits.has_steps else settings.dialect
-        self.has_reward = self.has_reward or traits.pays
+        self.dialect = "" if has_steps else settings.dialect
+        self.has_reward = self.has_reward or pays
 
     def read_row(self, row: RawRow) -> Row:
-        """Returns a row whose answer is the whole row, with its prompt and its reference in their columns.
-
-        Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
+        """Returns a row whose answer is the whole row, with prompt and reference in their columns. Raises: ValueError.
         """
         if self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row):
             return Row([{"role": "user", "content": ""}], row)  # the episode writes the whole prompt
@@ -161,8 +149,7 @@ class Dataset(Env):
         if given is None and exchange.reply:
             given = exchange.reply[-1]["content"]
         row = {**row, exchange.column: prompt}
-        has_answer = has_column(row, self.answer_column) and get_column(row, self.answer_column) is not None
-        if given is not None and not has_answer:
+        if given is not None and find_column(row, self.answer_column) is None:
             row[self.answer_column] = given
         if not self.needs_answer:
             return Row(prompt, row)
@@ -201,40 +188,33 @@ class Dataset(Env):
         if self.has_reward:
             return {"return": 0.0, "correct_answer": 0.0}  # the episode's class computes the rewards
         answer = final_answer(played.text, self.form)
-        trial = played.text if isinstance(played.text, Trial) else None
-        references = [trial.reference] if trial else self.references(problem)
-        correct = float(answer is not None and any(same_math(one, answer, not trial) for one in references))
+        correct = float(answer is not None and any(same_math(one, answer) for one in self.references(problem)))
         return {"return": correct, "correct_answer": correct, "format": float(answer is not None)}
 
     def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
         """Returns the user's rewards of replies to a problem; a return of 1 or more is correct."""
-        graded = self.rewards.grade(plays, problem.answer, self.key_columns(problem.answer))
+        graded = self.rewards.grade(plays, problem.answer)
         return [{"correct_answer": is_correct(scores["return"])} | scores for scores in graded]
-
-    def key_columns(self, row: RawRow) -> KeyColumns:
-        """Returns the names of the columns with the prompt and the answer."""
-        named = self.columns.messages or self.columns.prompt
-        return KeyColumns(named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0], self.answer_column)
 
     def references(self, problem: Problem) -> list[str]:
         """Returns the answers that are right; none if a reward's answers are neither texts nor numbers."""
         try:
-            return read_references(get_column(problem.answer, self.answer_column))
-        except (KeyError, ValueError):
+            return read_references(find_column(problem.answer, self.answer_column))
+        except ValueError:
             return []
 
     def examples(self, problem: Problem) -> dict[str, str]:
         reference = final_reference(next(iter(self.references(problem)), ""))
         return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
 
-    def trials(self, problem: Problem) -> list[Trial]:
-        references = [] if self.has_reward else self.references(problem)
-        return written_trials(problem, self.form, [final_reference(reference) for reference in references])
+    def trials(self, problem: Problem) -> list[str]:
+        references = [] if self.has_reward else self.references(problem)[:1]
+        return [reply for x in references for reply in written_trials(problem, self.form, final_reference(x))]
 
 
 def bin_name(row: RawRow, column: str) -> str:
     """Returns the name of a row's bin: equal numbers have one; "" if there is no value."""
-    value = get_column(row, column) if has_column(row, column) else None
+    value = find_column(row, column)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return "" if is_nothing(value) or value != value else str(value)  # NaN differs from itself

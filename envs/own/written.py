@@ -97,10 +97,7 @@ def parse_columns(text: str, names: Mapping[str, str], form: str) -> dict[str, s
 
 
 class Written(Env):
-    """Conversations as problems: the messages before the first reply, and all that follows.
-
-    Those of a row are adjacent.
-    """
+    """Conversations as problems: the messages before the first reply, and all that follows."""
 
     form = "any"
 
@@ -131,9 +128,8 @@ class WrittenSettings(RolloutSettings):
 
 
 def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[WrittenSettings, list[Messages]]:
-    """Returns the data to train on, and the held-out conversations.
+    """Returns the data to train on, and the held-out conversations; `stored` rows take the place of those of --data.
 
-    `stored`: rows that take the place of those of --data.
     Raises: UserError if a file cannot be read, or a row holds no reply or parts that would be left out.
     """
     style = {"skip_bad_rows": False, "may_repeat": True, "noun": config.noun, "skip": "or remove it"}
@@ -161,10 +157,7 @@ def read_written(config: DataConfig, stored: list[Row] | None = None) -> tuple[W
 
 
 def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
-    """Returns a row of data: its prompt, by which it is held out, and all messages, as a list of one conversation.
-
-    Raises: ValueError for a row that cannot be trained on as it is.
-    """
+    """Returns a row of data: its prompt, and its messages as a list of one conversation. Raises: ValueError."""
     try:
         exchange = read_exchange(row, columns)
     except KeyError as error:

@@ -45,8 +45,7 @@ def reward_names(parts: Iterable[str], env: Env) -> set[str]:
 def add_truncation_penalty(scores: RewardArrays, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> RewardArrays:
     """Returns the scores with "truncation", added to the return: minus `penalty` for truncated replies that earn.
 
-    The environment sets the penalty (`Env.truncation_penalty`; 0: none). It cannot subtract the penalty itself, since
-    it gets a reply's text, and not whether the token limit ended the reply.
+    An environment cannot subtract its penalty itself, since it does not see why a reply ended.
     """
     if not penalty:
         return scores

@@ -1,7 +1,7 @@
-"""What a process does that grades: it makes the environment, then scores replies and plays turns of episodes.
+"""What a grading process does: it makes the environment, then scores replies and plays turns of episodes.
 
-It runs in a lane of envs/scoring/scorer.py (see utils/processes.py), and never imports JAX. Rewards, environments and
-tools are other people's code: what they raise is an outcome of the reply, and what they return is checked here.
+It runs in a lane of envs/scoring/scorer.py and never imports JAX. Rewards, environments and tools are other people's
+code: what they raise is an outcome of the reply, and what they return is checked here.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # unde
 
 
 class Turns(NamedTuple):
-    """Replies of the policy in an episode so far. The job returns the response to the last one, or the opening."""
+    """Replies of the policy in an episode so far. Their outcome is the response to the last one, or the opening."""
 
     seed: int
     replies: tuple[Reply, ...]
@@ -40,13 +40,6 @@ class Turns(NamedTuple):
     said: int = 0  # digest of the environment's messages so far; 0: not to be compared
 
 
-class Group(NamedTuple):
-    """Replies to a problem that are graded together."""
-
-    replies: tuple[str, ...]
-
-
-Job = tuple[int, str | Turns | Group]  # number of the problem, and its reply, replies, or those of an episode
 Rewards = dict[str, float]  # by name; "return" is what training maximizes
 
 
@@ -59,23 +52,16 @@ class Failure(NamedTuple):
 
 
 Outcome = Rewards | Step | Failure
-Outcomes = list[Rewards | Failure]  # outcomes of a group
-JSONOutcome = list[object]  # kind and fields of an outcome
+GraderRequest = tuple[int, tuple[str | Turns, ...]]  # number of the problem, and replies to it that are graded together
 
 
-def outcome_to_json(outcome: Outcome | Outcomes) -> JSONOutcome:
-    """Returns an outcome as numbers, texts and lists."""
-    if isinstance(outcome, list):
-        return ["list", *map(outcome_to_json, outcome)]
-    fields = [outcome] if isinstance(outcome, dict) else outcome
-    return [type(outcome).__name__, *fields]
+def outcome_to_json(outcome: Outcome) -> list[object]:
+    """Returns the kind of an outcome and its fields."""
+    return [type(outcome).__name__, *([outcome] if isinstance(outcome, dict) else outcome)]
 
 
-def outcome_from_json(values: JSONOutcome) -> Outcome | Outcomes:
-    """Returns an outcome."""
+def outcome_from_json(values: list[object]) -> Outcome:
     kind, *fields = values
-    if kind == "list":
-        return [outcome_from_json(each) for each in fields]
     return {"dict": dict, "Step": Step, "Failure": Failure}[kind](*fields)
 
 
@@ -93,24 +79,37 @@ class ScorerSettings(NamedTuple):
     max_error_share: float
 
 
-def work(settings: ScorerSettings, requests: Iterator[Sequence[Job]]) -> Iterator[object]:
-    """Makes the environment and yields its traits, or the reason why it cannot be made; then does the requests' jobs.
+def work(settings: ScorerSettings, requests: Iterator[Sequence[GraderRequest]]) -> Iterator[object]:
+    """Makes the environment and yields its traits, or the reason why it cannot be made; then grades.
 
-    For a request it yields None when it takes it, and the outcome of each job before it begins the next one.
+    For requests it yields None when it takes them, and the outcomes of each before it begins the next.
     """
     sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
     try:
-        env = make_environment(settings.env_name, settings.env_options)
+        if ":" in settings.env_name:
+            module, function = settings.env_name.split(":")
+            env = getattr(importlib.import_module(module), function)(**settings.env_options)
+        else:
+            env = make_env(settings.env_name, **settings.env_options)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
         yield str(error) if isinstance(error, UserError) else describe_failure(error)
         return
     yield {"takes_groups": env.takes_groups}
-    episodes = EpisodeCache()
+    episodes, worker = EpisodeCache(), os.getpid()
     for jobs in requests:
         yield None
         problem = functools.cache(env.problem)  # the replies of a group share theirs
-        for index, reply in jobs:
-            yield outcome_to_json(score_reply(env, episodes, problem, index, reply))
+        for index, replies in jobs:
+            try:
+                if isinstance(replies[0], Turns):
+                    outcomes = [episodes.play(env, problem, index, turns) for turns in replies]
+                else:
+                    outcomes = score_group(env, problem(index), replies)
+            except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
+                outcomes = [Failure("reward_errors", describe_failure(error))] * len(replies)
+            if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
+                os._exit(0)
+            yield [outcome_to_json(outcome) for outcome in outcomes]
     episodes.close()
     env.close()
 
@@ -137,47 +136,24 @@ class Printed(io.RawIOBase):
         return self.fd
 
 
-def score_reply(
-    env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns | Group
-) -> Outcome | Outcomes:
-    """Returns the rewards of a reply or of a group, the response to a turn, or the reason why there is none."""
-    worker = os.getpid()
-    try:
-        if isinstance(reply, Turns):
-            outcome = episodes.play(env, problem, index, reply)
-        elif isinstance(reply, Group):
-            outcome = score_group(env, problem(index), reply.replies)
-        else:
-            outcome = checked_return(env.score(problem(index), reply))
-    except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
-        outcome = Failure("reward_errors", describe_failure(error))
-    if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
-        os._exit(0)
-    return outcome
-
-
-def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> Outcomes:
-    """Returns the rewards of replies that are graded together; of those that raise alone, the reason.
-
-    Raises: what the reward raises for the others together.
-    """
+def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> list[Rewards | Failure]:
+    """Returns the rewards of replies that are graded together; of those that raise alone, the reason."""
     try:
         return list(map(checked_return, env.score_group(problem, texts)))
     except Exception as error:
-        failures = [failure_alone(env, problem, text) for text in texts]
-        left = [text for text, failure in zip(texts, failures, strict=True) if not failure]
+        if len(texts) == 1:
+            raise
+        alone: list[Rewards | Failure] = []
+        for text in texts:
+            try:
+                alone.append(checked_return(env.score(problem, text)))
+            except Exception as own:  # noqa: BLE001 (of the reward)
+                alone.append(Failure("reward_errors", describe_failure(own)))
+        left = [text for text, found in zip(texts, alone, strict=True) if not isinstance(found, Failure)]
         if len(left) in (0, len(texts)):
             raise error from None
-        scores = iter(list(map(checked_return, env.score_group(problem, left))))
-        return [failure or next(scores) for failure in failures]
-
-
-def failure_alone(env: Env, problem: Problem, text: str) -> Failure | None:
-    """Returns the reason why one reply of a group has no rewards; None if it has some."""
-    try:
-        checked_return(env.score(problem, text))
-    except Exception as error:  # of the reward
-        return Failure("reward_errors", describe_failure(error))
+        scores = map(checked_return, env.score_group(problem, left))
+        return [found if isinstance(found, Failure) else next(scores) for found in alone]
 
 
 class EpisodeCache:
@@ -238,10 +214,7 @@ def opening(episode: Episode) -> Step:
 
 
 def answer(episode: Episode, reply: Reply | None) -> Step:
-    """Returns the response to a turn; without a turn, the reward that is left at a limit.
-
-    Raises: TypeError that names the method, its line and its file, if the method returned no valid Step.
-    """
+    """Returns the response to a turn; without a turn, the reward that is left at a limit. Raises: TypeError."""
     step = episode.truncate() if reply is None else episode.act(reply)
     try:
         return checked_step(limited(step))
@@ -268,11 +241,8 @@ def checked_return(rewards: Mapping[str, float]) -> Rewards:
     return numbers
 
 
-def checked_number(name: str, value: float, may_lack: bool = False) -> float:
-    """Returns a number, NaN for none if it `may_lack`.
-
-    Raises: ValueError for one that is not finite, or too large for sums in float32.
-    """
+def checked_number(name: str, value: float, may_lack: bool) -> float:
+    """Returns a number; NaN for none, if it `may_lack`. Raises: ValueError if float32 could not hold a sum of many."""
     number = float(value)
     if not (abs(number) <= MAX_REWARD or (may_lack and math.isnan(number))):
         raise ValueError(f"the {name} is {number}, not from {-MAX_REWARD:g} to {MAX_REWARD:g}")
@@ -280,10 +250,7 @@ def checked_number(name: str, value: float, may_lack: bool = False) -> float:
 
 
 def checked_step(step: Step) -> Step:
-    """Returns a step with numbers and texts of plain types.
-
-    Raises: ValueError for a reward that is not finite, and for a step without messages that does not end the episode.
-    """
+    """Returns a step of plain types. Raises: ValueError for bad rewards, and for an episode that cannot go on."""
     # With "?" for halves of surrogate pairs, which no tokenizer takes.
     messages = [{key: str(message[key]).encode(errors="replace").decode() for key in ("role", "content")}
                 for message in step.messages]  # fmt: skip
@@ -297,25 +264,13 @@ def checked_step(step: Step) -> Step:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Returns an error in 500 characters at most, even one that cannot be printed, and its line in code of the user."""
+    """Returns an error in 500 characters, even one that cannot be printed, and its last line in code of the user."""
+    packages = [str(ROOT / package) for package in ("core", "envs", "recipes/agents", "utils")]
+    own = (*packages, sys.prefix, sys.base_prefix, "<")
     try:
-        return f"{type(error).__name__}: {error}"[:500] + user_line(error)
+        # Not by extract_tb, which reads the files: a reward may raise for many replies.
+        lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        lines = [f" (line {number} of {file})" for file, number in lines if not file.startswith(own)]
+        return f"{type(error).__name__}: {error}"[:500] + "".join(lines[-1:])
     except Exception:
         return type(error).__name__
-
-
-def user_line(error: BaseException) -> str:
-    """Returns the last line outside of this repository's packages and of installed ones that an error came through."""
-    own = [str(ROOT / package) for package in ("core", "envs", "utils")]
-    # Not by extract_tb, which reads the files: a reward may raise for many replies.
-    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    lines = [line for line in lines if not line[0].startswith((*own, sys.prefix, sys.base_prefix, "<"))]
-    return " (line {1} of {0})".format(*lines[-1]) if lines else ""
-
-
-def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:
-    """Returns the environment of this name, or the one that a function "module:function" returns."""
-    if ":" not in name:
-        return make_env(name, **options)
-    module, function = name.split(":")
-    return getattr(importlib.import_module(module), function)(**options)

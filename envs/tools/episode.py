@@ -30,8 +30,7 @@ class ToolSettings(NamedTuple):
 class ToolEpisode(Episode):
     """A conversation in which the policy calls tools, and which ends with its first reply without a call.
 
-    That reply, or the last one before a limit, is graded, without calls: what a tool has returned, called again, is no
-    answer. Tools may be coroutine functions.
+    That reply, or the last one before a limit without its calls, is graded. Tools may be coroutine functions.
     """
 
     def __init__(self, tools: Sequence[ToolFunction], settings: ToolSettings, grade: LastGrade):

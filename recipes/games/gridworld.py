@@ -1,4 +1,4 @@
-"""Gridworld: a walk to a goal between holes, FrozenLake in text (gymnasium.farama.org), without slipping by default.
+"""Gridworld: a walk to a goal between holes, FrozenLake in text (gymnasium.farama.org), without slipping.
 
 Cells are numbered row by row from the top left. Every map has a path to its goal; the shortest is the
 optimum.
@@ -14,7 +14,6 @@ from envs.base import Env, Episode, Problem, Step, check_choice, choose_split
 from utils.settings.errors import UserError
 
 MOVES = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}  # rows down, columns to the right
-ASIDE = {"u": "lr", "d": "lr", "l": "ud", "r": "ud"}  # where a step may slip to
 MOVE = re.compile(r"(?<![\w'’])(?:up|down|left|right|[udlr])(?!\w)", re.IGNORECASE)  # not the d of "I'd"
 PROMPTS = {
     "bare": "Go to G.\n{map}",
@@ -50,7 +49,6 @@ class Gridworld(Env):
     min_steps: int = 2  # of the shortest path
     max_turns: int = 12
     moves_per_turn: int = 1  # the last ones of a reply
-    slip: float = 0.0  # probability that a step goes aside
     cost: float = 0.05
     prompt: str = "full"
     tokens_per_turn: int = 8
@@ -61,11 +59,8 @@ class Gridworld(Env):
             raise UserError(
                 "Gridworld needs size from 2 to 20, and num_holes from 0 to size * size - 2: correct --env_options"
             )
-        if self.min_steps < 1 or self.max_turns < 2 or self.moves_per_turn < 1 or not 0 <= self.slip <= 1:
-            raise UserError(
-                "Gridworld needs min_steps >= 1, max_turns >= 2, moves_per_turn >= 1, and slip from 0 to 1: correct "
-                "--env_options"
-            )
+        if self.min_steps < 1 or self.max_turns < 2 or self.moves_per_turn < 1:
+            raise UserError("Gridworld needs min_steps, moves_per_turn >= 1, and max_turns >= 2: correct --env_options")
         self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a map fail here
 
@@ -84,11 +79,11 @@ class Gridworld(Env):
         raise UserError(f"no map of Gridworld is left for the {self.split} split: change size, num_holes or min_steps")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        return GridworldEpisode(problem.answer, self.moves_per_turn, self.slip, self.cost, seed)
+        return GridworldEpisode(problem.answer, self.moves_per_turn, self.cost)
 
     def examples(self, problem: Problem) -> dict[str, str]:
         path = shortest_path(problem.answer)
-        if self.slip or len(path) > self.moves_per_turn:
+        if len(path) > self.moves_per_turn:
             return {}
         return {"right": " ".join(path), "wrong": "stay"}
 
@@ -99,15 +94,13 @@ class Gridworld(Env):
 class GridworldEpisode(Episode):
     """A walk: the last moves of a reply are made, up to the goal or a hole."""
 
-    def __init__(self, lake: Lake, moves_per_turn: int, slip: float, cost: float, seed: int):
+    def __init__(self, lake: Lake, moves_per_turn: int, cost: float):
         self.lake = lake
         self.moves_per_turn = moves_per_turn
-        self.slip = slip
         self.cost = cost
         self.cell = lake.start
         self.num_steps = 0
         self.num_needed = distances(lake)[lake.start]
-        self.rng = random.Random(seed)
 
     def step(self, reply: str) -> Step:
         words = MOVE.findall(reply)
@@ -115,10 +108,7 @@ class GridworldEpisode(Episode):
             return Step([{"role": "user", "content": format_map(self.lake, self.cell)}], info={"invalid": 1.0})
         num_before = self.num_steps
         for word in words[-self.moves_per_turn :]:
-            move = word[0].lower()
-            if self.rng.random() < self.slip:
-                move = self.rng.choice(ASIDE[move])
-            self.cell = next_cell(self.lake, self.cell, move)
+            self.cell = next_cell(self.lake, self.cell, word[0].lower())
             self.num_steps += 1
             if self.cell == self.lake.goal or self.cell in self.lake.holes:
                 break

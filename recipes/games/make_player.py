@@ -1,6 +1,6 @@
 """Makes models/player: a 0.85M-parameter Qwen3 that plays games of several turns by their rules, but badly.
 
-    python recipes/games/make_player.py   # 40 minutes on two cores; resumes where it was stopped
+    python recipes/games/make_player.py   # 40 minutes on two cores
 
 1. Tokenizer: as that of models/tiny, with the signs of calls of the calculator, and a ChatML template without thinking.
 2. Pre-training: next-token prediction on episodes of guess, calculator, tictactoe and gridworld,

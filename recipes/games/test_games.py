@@ -12,18 +12,20 @@ from collections.abc import Callable
 from functools import cache
 from math import ceil, inf, log2
 
+import numpy as np
 import pytest
 
 from envs import make_env
 from envs.base import Env, Problem, Step
 from recipes.games.gridworld import GridworldEpisode, Lake
 from recipes.games.tictactoe import TicTacToeEpisode
-from recipes.games.wordle import WORDS, WordleEpisode, feedback, read_words
+from recipes.games.wordle import WORDS, WordleEpisode, feedback
 from utils.settings.errors import UserError
 
 Player = Callable[[str], str]  # returns the reply to the last message
 Game = tuple[float, list[str], list[Step]]  # return, replies and steps of an episode
 NUM_PROBLEMS = 200
+ALL_WORDS = WORDS.read_text().split()
 SPLITS = ("", "-test")
 OUTCOMES = {1.0: "win", 0.5: "draw", 0.0: "loss"}
 OPTIONS = {
@@ -31,7 +33,7 @@ OPTIONS = {
     "tictactoe": {"opponent": "random"},
     "tictactoe minimax": {"opponent": "minimax"},
     "gridworld": {},
-    "gridworld slip": {"slip": 0.3, "moves_per_turn": 3},
+    "gridworld runs": {"moves_per_turn": 3},
     "wordle": {},
 }
 
@@ -179,24 +181,10 @@ def signs_by_counting(guess: str, word: str) -> str:
     return signs
 
 
-class WordPlayer:
-    """Guesses a word at random among those that agree with all signs so far."""
-
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
-        self.left = read_words(WORDS)
-
-    def __call__(self, message: str) -> str:
-        if message != "Guess the word.":
-            guess, signs = message.replace(" ", "").splitlines()
-            self.left = [word for word in self.left if signs_by_counting(guess, word) == signs]
-        return self.rng.choice(self.left)
-
-
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
-    numbers, words = [], read_words(WORDS)  # numbers of the last message that shows any
+    numbers = []  # of the last message that shows any
 
     def player(message: str) -> str:
         numbers[:] = re.findall("[0-9]+", message) or numbers
@@ -204,7 +192,7 @@ def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
             return "?"
         if case == "guess":
             return str(rng.randint(*map(int, numbers)))
-        return rng.choice(words if case == "wordle" else numbers or list(STEPS))
+        return rng.choice(ALL_WORDS if case == "wordle" else numbers or list(STEPS))
 
     return player
 
@@ -247,20 +235,6 @@ def test_a_result_below_the_value_is_not_correct():
     assert seen == {(total, value) for total in (0.0, 0.5, 1.0) for value in (0.5, 1.0)}
 
 
-def test_the_minimax_opponent_does_not_lose_from_the_empty_board():
-    env = make_game("tictactoe minimax")
-    empty = Problem([{"role": "user", "content": "1 2 3\n4 5 6\n7 8 9"}], "123456789")
-    games = {0.5: set(), 0.0: set()}
-    for seed in range(NUM_PROBLEMS):
-        total, _, steps = play(env, empty, minimax_player, seed)
-        assert total == 0.5 and is_correct(steps)
-        games[total].add(str([step.messages for step in steps]))
-        total, replies, steps = play(env, empty, random_player("tictactoe", seed), seed)
-        assert is_correct(steps) == (total == 0.5)
-        games[total].add(str(replies))
-    assert all(len(played) > 10 for played in games.values()), "the games differ, by the seed"
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_shortest_paths_earn_full_marks(split):
     env = make_game("gridworld", split)
@@ -288,19 +262,6 @@ def test_a_detour_costs_and_a_hole_ends_the_walk():
     assert (0.9, True, 1.0) in seen, "two steps more"
     assert (0.0, True, 0.0) in seen, "through a hole"
     assert {reward for reward, *_ in seen} <= {0.9, 0.95, 1.0, 0.0}
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_words_that_agree_with_all_signs_find_the_word(split):
-    env = make_game("wordle", split)
-    num_correct = 0
-    for i in range(env.num_tasks):
-        total, replies, steps = play(env, env.problem(i), WordPlayer(i))
-        num_correct += is_correct(steps)
-        if is_correct(steps):
-            assert replies[-1] == env.words[i]
-            assert total == 1 - env.cost * (len(replies) - 1)
-    assert num_correct > 0.97 * env.num_tasks
 
 
 # laws
@@ -353,36 +314,28 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
             num_truncated += 1
         num_changed += [other.step(reply) for reply in replies] != steps[: len(replies)]
     assert num_truncated
-    assert bool(num_changed) == (case not in ("guess", "gridworld", "wordle")), "chance comes from the seed"
+    assert bool(num_changed) == ("tictactoe" in case), "chance comes from the seed"
 
 
 def test_splits_share_no_position_up_to_symmetry():
-    envs = [make_game("tictactoe", split) for split in SPLITS]
-    boards = [{least_image(env.problem(i).messages[-1]["content"]) for i in range(1000)} for env in envs]
-    assert not boards[0] & boards[1]
-    assert min(map(len, boards)) >= 30
+    seen = []
+    for env in [make_game("tictactoe", split) for split in SPLITS]:
+        seen.append(set())
+        for i in range(1000):
+            board = np.array(env.problem(i).messages[-1]["content"].split()[-9:]).reshape(3, 3)
+            board[np.char.isdigit(board)] = ""
+            images = [np.rot90(x, turns) for x in (board, board.T) for turns in range(4)]
+            seen[-1].add(min(tuple(x.ravel().tolist()) for x in images))
+    assert not seen[0] & seen[1]
+    assert min(map(len, seen)) >= 30
 
 
-def least_image(message: str) -> tuple[str, ...]:
-    """Returns the least of a board's images under the symmetries of the square, by coordinates."""
-    cells, images = message.split()[-9:], []
-    for down, right, is_turned in itertools.product((1, -1), (1, -1), (False, True)):
-        places = [(down * (i // 3 - 1), right * (i % 3 - 1)) for i in range(9)]
-        image = {place[::-1] if is_turned else place: cell for place, cell in zip(places, cells, strict=True)}
-        images.append(tuple(image[place] if image[place] in "xo" else "" for place in sorted(image)))
-    return min(images)
-
-
-def test_words_are_in_one_split_each(tmp_path):
+def test_words_are_in_one_split_each():
     parts = [set(make_game("wordle", split).words) for split in (*SPLITS, "-valid")]
-    assert set.union(*parts) == set(read_words(WORDS))
-    assert sum(map(len, parts)) == len(read_words(WORDS)) > 700
+    assert set.union(*parts) == set(ALL_WORDS)
+    assert sum(map(len, parts)) == len(ALL_WORDS) > 700
     assert min(map(len, parts)) > 70
-    file = tmp_path / "words.txt"
-    file.write_text("CRANE zebra\n\ncrane\nhello\n")
-    env = make_game("wordle", words=str(file))
-    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]]
-    assert env.words
+    assert all(re.fullmatch("[a-z]{5}", word) for word in ALL_WORDS)
 
 
 # details
@@ -402,7 +355,7 @@ def test_an_illegal_move_uses_up_a_turn_and_nothing_else():
 def test_signs_are_those_by_counting():
     assert feedback("speed", "erase") == "Y-YY-"
     assert feedback("allay", "llama") == "YGYY-"
-    words = [*read_words(WORDS), *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
+    words = [*ALL_WORDS, *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
     rng = random.Random(0)
     for _ in range(20_000):
         guess, word = rng.choices(words[-35:] if rng.random() < 0.5 else words, k=2)
@@ -410,9 +363,9 @@ def test_signs_are_those_by_counting():
 
 
 def test_the_last_word_of_five_letters_is_the_guess():
-    episode = WordleEpisode("crane", cost=0.25)
     for reply in ("", "four", "sixsix", "c r a n e", "cr\u00e4ne", "12345"):
-        assert episode.step(reply) == Step([{"role": "user", "content": "five letters?"}], info={"invalid": 1.0})
+        step = WordleEpisode("crane", cost=0.25).step(reply)
+        assert step == Step([{"role": "user", "content": "five letters?"}], info={"invalid": 1.0})
     episode = WordleEpisode("crane", cost=0.25)
     step = episode.step("I think <b>of SPEED</b>, a word of five!")
     assert step == Step([{"role": "user", "content": "s p e e d\n- - Y - -"}])
@@ -422,20 +375,10 @@ def test_the_last_word_of_five_letters_is_the_guess():
 def test_the_last_moves_of_a_reply_are_made():
     lake = Lake(size=4, start=5, goal=15, holes=frozenset())
     for moves_per_turn, cell in ((1, 6), (2, 10), (3, 6), (4, 7), (5, 7)):
-        episode = GridworldEpisode(lake, moves_per_turn, slip=0.0, cost=0.0, seed=0)
+        episode = GridworldEpisode(lake, moves_per_turn, cost=0.0)
         step = episode.step("I'd go Right, UP; d r")
         assert episode.cell == cell
         assert step.info == {"steps": min(moves_per_turn, 4)}
-
-
-def test_slips_go_aside():
-    env = make_game("gridworld", num_holes=0, size=5, slip=1.0)
-    for i in range(50):
-        episode = env.episode(env.problem(i), i)
-        row, column = divmod(episode.cell, 5)
-        episode.step("up")
-        assert divmod(episode.cell, 5)[0] == row
-        assert abs(divmod(episode.cell, 5)[1] - column) <= 1
 
 
 @pytest.mark.parametrize(
@@ -443,13 +386,8 @@ def test_slips_go_aside():
     [
         ("tictactoe", {"opponent": "perfect"}, "opponent=perfect: choose one of random, minimax"),
         ("tictactoe-test", {"max_plies": 2}, "no position of TicTacToe is left for the test split: raise max_plies"),
-        ("tictactoe", {"max_turns": 4}, "max_turns >= 5"),
         ("gridworld", {"num_holes": 14}, "no map of Gridworld is left for the train split"),
         ("gridworld", {"num_holes": 15}, "num_holes from 0 to size"),
-        ("gridworld", {"prompt": "long"}, "choose one of bare, full"),
-        ("wordle", {"words": "no-such-file"}, "words=no-such-file names no file"),
-        ("wordle", {"words": __file__}, "is not a word of five letters"),
-        ("wordle", {"max_turns": 1}, "max_turns >= 2"),
     ],
 )
 def test_mistakes_are_named(name, options, message):

@@ -61,7 +61,9 @@ class TicTacToe(Env):
     def problem(self, index: int) -> Problem:
         rng = random.Random(f"tictactoe {self.split} {index}")
         for _ in range(10_000):
-            board = random_position(rng, rng.randint(0, self.max_plies))
+            board = EMPTY
+            for plies_left in range(rng.randint(0, self.max_plies), 0, -1):  # the last one by o
+                board = board.replace(rng.choice(free_cells(board)), "xo"[plies_left % 2])
             is_test = choose_split(canonical(board), 5) == "test"
             is_playable = final_reward(board) is None and minimax_value(board, "x") >= DRAW  # x can at least draw
             if is_test == (self.split == "test") and is_playable:
@@ -146,15 +148,6 @@ def best_moves(board: str, player: str) -> list[str]:
     """Returns the moves that keep the value of the position."""
     value = minimax_value(board, player)
     return [cell for cell in free_cells(board) if move_value(board, cell, player) == value]
-
-
-def random_position(rng: random.Random, num_plies: int) -> str:
-    """Returns the board after random moves, the last of them by o."""
-    board = EMPTY
-    for plies_left in range(num_plies, 0, -1):
-        player = "x" if plies_left % 2 == 0 else "o"
-        board = board.replace(rng.choice(free_cells(board)), player)
-    return board
 
 
 def canonical(board: str) -> str:

@@ -3,7 +3,6 @@
 Source of the rules: Josh Wardle's game of 2021. The words are a selection of common English ones, made for this file.
 """
 
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ class Wordle(Env):
     def __init__(
         self,
         split: str = "train",
-        words: str = "",  # a file of words; empty: wordle_words.txt
         max_turns: int = 6,
         cost: float = 0.05,
         prompt: str = "full",
@@ -44,10 +42,7 @@ class Wordle(Env):
         check_choice("prompt", prompt, PROMPTS)
         if max_turns < 2:
             raise UserError("Wordle needs max_turns >= 2: correct --env_options")
-        all_words = read_words(Path(os.path.expanduser(words)) if words else WORDS)
-        self.words = [word for word in all_words if choose_split(word, 5) == split]
-        if not self.words:
-            raise UserError(f"no word of Wordle is left for the {split} split, of {len(all_words):,} words: add some")
+        self.words = [word for word in WORDS.read_text(encoding="utf-8").split() if choose_split(word, 5) == split]
         self.max_turns = max_turns
         self.cost = cost
         self.message = {"role": "user", "content": PROMPTS[prompt].format(max_turns=max_turns)}
@@ -110,17 +105,3 @@ def find_guess(text: str) -> str | None:
     """Returns the last word of five letters from a to z in a text, in lower case; None if there is none."""
     words = WORD.findall(text.lower())
     return words[-1] if words else None
-
-
-def read_words(path: Path) -> list[str]:
-    """Returns the words of a file with spaces or line breaks between them, each once.
-
-    Raises: UserError for a file that is not there, and for what is not a word of five letters from a to z.
-    """
-    if not path.is_file():
-        raise UserError(f"words={path} names no file: correct the path")
-    words = path.read_text(encoding="utf-8", errors="replace").lower().split()
-    for word in words:
-        if not WORD.fullmatch(word):
-            raise UserError(f"{path}: {word[:50]!r} is not a word of five letters from a to z: correct it")
-    return list(dict.fromkeys(words))

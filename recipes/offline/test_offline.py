@@ -37,7 +37,6 @@ CASES = {  # flags of both runs; flags by which the first one has the same impor
     "turns": (TURNS | {"advantage": "turn_mean"}, SAMPLER),
     "parts of the reward": (COUNTDOWN | {"advantage": "gdpo", "reward_parts": "valid=1,steps=0.1"}, SAMPLER),
     "adapters": ({"lora_rank": 2, "length_reward": "overlong"}, SAMPLER),
-    "critic": (TURNS | {"advantage": "gae"}, SAMPLER),
 }
 NOT_STORED = ("rollout/", "env/reward_", "inference_recompute/effective")  # speed of sampling; failures by kind
 train = partial(train_here, **FLAGS)
@@ -52,13 +51,6 @@ def train_stored(folder: Path, **flags) -> int:
     except SystemExit as end:
         return end.code
     return 0
-
-
-def weights_of(model: Path) -> list[bytes]:
-    """Returns the bits of a saved model."""
-    found = [file.read_bytes() for file in sorted(model.glob("*.safetensors"))]
-    assert found
-    return found
 
 
 def comparable(folder: Path) -> list[dict]:
@@ -82,7 +74,6 @@ def test_a_run_from_its_own_rollouts_has_the_same_gradients_to_the_bit(case, tmp
     assert comparable(second) == comparable(first)
     assert checksum(second, STEPS) == checksum(first, STEPS)
     for step in range(1, STEPS + 1):
-        assert weights_of(second / f"step{step}") == weights_of(first / f"step{step}")
         stored, again = (read_arrays(folder / f"rollouts/step_{step}.npz") for folder in (first, second))
         assert stored.keys() == again.keys()
         for name, x in stored.items():
@@ -112,37 +103,26 @@ def test_other_weights_than_the_sampler_s_are_corrected_for(stored, tmp_path):
     assert metrics[2]["importance_ratio_max"] == pytest.approx(ratio.max(), rel=1e-4)
 
 
-def test_a_stopped_run_resumes_to_the_bit(stored, tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train_stored(whole, rollouts_from=stored) == 0
-    for steps in (1, STEPS):
-        assert train_stored(stopped, rollouts_from=stored, max_steps=steps) == 0
-    assert records(stopped) == records(whole)
-    assert checksum(stopped, STEPS) == checksum(whole, STEPS)
-
-
 REFUSED = {  # flags, and what is said
     "no folder": ({"rollouts_from": "runs/none-such"}, "has no rollouts/step_N.npz: name a run with --save_rollouts"),
-    "group size": ({"group_size": 2, "ppo_minibatch": 2}, "another group_size (4, and 2 now)"),
     "environment": ({"env_options": "subjects_file=other.txt"}, "another env_options ('', and 'subjects_file="),
     "reward": ({"reward": "r.py:longer"}, "another reward ('r.py:shorter', and 'r.py:longer' now"),
     "temperature": ({"temperature": 0.5}, "another temperature (1.0, and 0.5 now)"),
-    "tokens of a reply": ({"num_generation_tokens": 25}, "another num_generation_tokens (24, and 25 now)"),
     "model": ({"model_dir": "models/tiny", "prompt_length": 256}, "another model_dir ("),
     "truncated sampling": ({"top_k": 20}, "--top_k, --top_p and --min_p leave are not stored"),
     "ahead": ({"ahead": 1}, "reads what an earlier run sampled: leave out --ahead and --task_sampling"),
-    "bins": ({"task_sampling": "bins"}, "reads what an earlier run sampled: leave out --ahead and --task_sampling"),
     "no weights": ({"objective": "reinforce"}, "--rollouts_from trains on rollouts of older weights"),
 }
-SIGNS = {"longer": "", "shorter": "-"}
-LONGER, SHORTER = (f"def {name}(completion, **row): return {sign}len(completion)\n" for name, sign in SIGNS.items())
+REWARDS = """
+def longer(completion, **row): return len(completion)
+def shorter(completion, **row): return -len(completion)
+"""
 
 
 def test_rollouts_of_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
     """Those that decide on rollouts and rewards; what a run learns from them may differ."""
-    # The folder of relative paths.
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").write_text(LONGER + SHORTER)
+    monkeypatch.chdir(tmp_path)  # the folder of relative paths
+    (tmp_path / "r.py").write_text(REWARDS)
     (tmp_path / "other.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")
     assert train("first", reward="r.py:shorter", save_rollouts="all", max_steps=1) == 0
     shared = {"reward": "r.py:shorter", "rollouts_from": "first"}
@@ -152,7 +132,7 @@ def test_rollouts_of_other_settings_are_refused_by_name(tmp_path, capsys, monkey
     assert not (tmp_path / "run" / "rollouts").exists()
     free = {"lr": 1e-3, "loss_normalization": "constant", "ppo_epochs": 2, "lora_rank": 2, "seed": 1, "max_steps": 2}
     assert train_stored(tmp_path / "free", **shared | free) == 0
-    (tmp_path / "r.py").write_text(LONGER + SHORTER.replace("-len", "len"))
+    (tmp_path / "r.py").write_text(REWARDS.replace("-len", "len"))
     assert train_stored(tmp_path / "run", **shared) == 2
     assert "another r.py (" in capsys.readouterr().err
 

@@ -32,20 +32,22 @@ from core.run.folder import settings_of_adapters
 from core.run.run import Run
 from core.run.stored import read_episodes
 from core.sft import Demonstrations, SFTConfig, SftOptimizerConfig, main
-from envs.data.messages import Messages
-from envs.data.rows import Row
-from envs.own.written import WrittenSettings, read_written
+from envs.data.files import RawRow
+from envs.data.messages import CONVERSATIONS, PROMPTS, REPLY, Messages, as_messages, get_column, read_prompt
+from envs.data.rows import LeftOut, Row, first_of
+from envs.own.written import DataConfig, WrittenSettings, parse_columns, read_conversation, read_written
 from models.checkpoint import find_model, resolve_model_dir
 from models.conversations import Conversation
 from models.state import TrainState
 from models.tokenizer import Tokenizer, load_tokenizer
-from recipes.preferences.pairs import PairConfig
 from utils.devices.startup import ending_together
 from utils.evaluation.losses import loss_metrics, row_losses
 from utils.settings.config import make_config, parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.options import group, option
 
+SIDES = ("chosen", "rejected")
+FORM = "prompt=COLUMN,chosen=COLUMN,rejected=COLUMN"
 SIGNS = np.array([1.0, -1.0])  # of a chosen and a rejected row
 PairLosses = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N 2"]]  # losses; their slopes by a token's log p
 
@@ -65,6 +67,64 @@ def ipo(ratios: Float[np.ndarray, "N 2"], num_tokens: Float[np.ndarray, "N 2"], 
 
 
 LOSSES = {"dpo": dpo, "ipo": ipo}
+
+
+@dataclass(frozen=True)
+class PairConfig(DataConfig):
+    """Pairs."""
+
+    noun = "pair"
+
+    pairs_from: str = option(
+        "",
+        "Run folder whose stored rollouts (--save_rollouts all) are the pairs, instead of --data: the best and the "
+        "worst of each group",
+        essential=True,
+    )
+
+    def __post_init__(self):
+        if bool(self.data) == bool(self.pairs_from):
+            raise UserError("pairs come from --data or from --pairs_from: give one of the two")
+        self.check()
+
+    @property
+    def source(self) -> str:
+        return self.data or self.pairs_from
+
+    @property
+    def named_columns(self) -> dict[str, str]:
+        return parse_columns(self.columns, {name: name for name in ("prompt", *SIDES)}, FORM)
+
+    def read(self, row: RawRow) -> Row:
+        """Returns a row of data: its prompt, by which it is held out, and the chosen and the rejected conversation.
+
+        Replies of the prompt are not trained. Raises: ValueError for a row that is no pair.
+        """
+        columns = self.named_columns
+        names = [columns.get(name, name) for name in SIDES]
+        try:
+            sides = [as_messages(get_column(row, name), REPLY) for name in names]
+            prompt = columns.get("prompt") or first_of(PROMPTS, row)
+            said = read_prompt(get_column(row, prompt)) if prompt else ""
+        except KeyError as error:
+            found = f"it has no column {error}, only {', '.join(map(repr, row))[:200]}"
+            raise ValueError(f"{found}: name the columns by --columns {FORM}") from error
+        if all(side and side[0]["role"] != REPLY for side in sides):  # they begin with the prompt
+            num_shared = next((i for i, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
+            said, sides = sides[0][:num_shared], [side[num_shared:] for side in sides]
+        if not said:
+            raise ValueError("it has no prompt: write a column prompt, or begin both replies with the same messages")
+        if sides[0] == sides[1]:
+            raise LeftOut("with equal replies")
+        prompt_messages = as_messages(said, "user")
+        said = [message | {"weight": 0} if message["role"] == REPLY else message for message in prompt_messages]
+        rest = {name: x for name, x in row.items() if name not in (*CONVERSATIONS, *PROMPTS, *names, prompt)}
+        pair = [read_conversation(rest | {"prompt": said, "completion": side}) for side in sides]
+        return Row(pair[0].prompt, [conversation for side in pair for conversation in side.answer])
+
+    @property
+    def encoding(self) -> dict[str, str | int]:
+        return super().encoding | {"group_size": 2}
 
 
 @dataclass(frozen=True)
@@ -120,7 +180,7 @@ class Preferences(Demonstrations):
     def __init__(self, config: DPOConfig, tokenizer: Tokenizer):
         super().__init__(config, tokenizer)
         stored = config.data.pairs_from
-        if stored and load_tokenizer(find_model(resolve_model_dir(stored))).ids != tokenizer.ids:
+        if stored and load_tokenizer(find_model(resolve_model_dir(stored))).hf.get_vocab() != tokenizer.hf.get_vocab():
             raise UserError(f"--pairs_from {stored} has another vocabulary than --model_dir: name a run of this model")
 
     def weigh(self, run: Run, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -25,10 +25,9 @@ from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.conversations import encode_rows
 from models.names import Params, make_policy
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.tokenizer import load_tokenizer
 from recipes.preferences import dpo
-from recipes.preferences.dpo import DPOConfig
-from recipes.preferences.pairs import PairConfig
+from recipes.preferences.dpo import DPOConfig, PairConfig
 from tests.helpers import ROOT, slow, train_here, write_jsonl
 from tests.kill_runs import arguments, checksum, kill_at, records, start
 from utils.devices.sharding import single_device
@@ -84,11 +83,6 @@ def said(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def batch_of_pairs(tokenizer: Tokenizer) -> Batch:
-    rows = [[user(asked), said(reply)] for asked, *replies in PAIRS for reply in replies]
-    return sft.make_batch(encode_rows(tokenizer, "rows", rows, 512, "error", group_size=2)[0])
-
-
 def logprobs_of_all_logits(model: Decoder, policy: Params, batch: Batch) -> jax.Array:
     """Log-probabilities of the marked tokens of padded rows, without packing; 0 for others."""
     logits = decoder.logits(model, policy, batch.tokens)[:, :-1]
@@ -115,7 +109,8 @@ def test_gradient_is_that_of_the_loss_of_all_logits(case):
     config = replace(config, sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, base, params, tokenizer = load_policy(FIXTURE, config.lora, 0, layout, "float32")
-    batch = batch_of_pairs(tokenizer)
+    rows = [[user(asked), said(reply)] for asked, *replies in PAIRS for reply in replies]
+    batch = sft.make_batch(encode_rows(tokenizer, "rows", rows, 512, "error", group_size=2)[0])
     learner, state = make_learner(config, model, params, layout, batch.tokens.shape[1] - 1, base=base)
     reference = jax.jit(logprobs_of_all_logits, static_argnums=0)(model, make_policy(base, params), batch)
     moved = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), params)
@@ -183,34 +178,17 @@ def test_replies_of_the_prompt_are_not_trained_and_both_sides_are_held_out(tmp_p
     assert {tokenizer.hf.decode(row.tokens[row.mask]) for row in encoded} == {"4+3<|im_end|>", "9<|im_end|>"}
 
 
-def test_a_pair_with_one_long_reply_is_dropped_whole(tmp_path):
-    tokenizer = load_tokenizer(ROOT / "models/tiny")
-    rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "2" * (1 + 200 * (i == 3))} for i in range(8)]
-    trained, _ = pairs_of(write_jsonl(tmp_path / "rows.jsonl", rows), test_fraction=0.0)
-    options = PairConfig("x", max_length=60, long_rows="drop").encoding
-    kept, note = encode_rows(tokenizer, "rows", trained, **options)
-    assert len(kept) == 14
-    assert "0 cut and 2 dropped at 60 tokens" in note
-
-
 def test_equal_replies_are_left_out_and_counted(tmp_path):
     rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "12"[i == 3]} for i in range(8)]
     data, _ = read_written(PairConfig(str(write_jsonl(tmp_path / "rows.jsonl", rows)), test_fraction=0.0))
-    assert "1 pair of 8 rows (left out: 7 equal replies)" in data.env.note
+    assert "1 pair of 8 rows (left out: 7 with equal replies)" in data.env.note
 
 
 REFUSED = {
     "it has no prompt: write a column prompt": {"chosen": "a", "rejected": "b"},
-    "has no prompt: .*begin chosen and rejected with the same messages": {
-        "chosen": [user("a"), said("b")], "rejected": [user("x"), said("y")]
-    },
     "no column 'chosen', only 'prompt', 'good': name the columns by --columns prompt=COLUMN,chosen=": {
         "prompt": "a", "good": "b"
     },
-    "its column ref_chosen_logps is not used, since the reference model is computed": {
-        "prompt": "a", "chosen": "b", "rejected": "c", "ref_chosen_logps": -1.0
-    },
-    "a turn of the assistant is empty": {"prompt": "a", "chosen": "b", "rejected": " "},
 }  # fmt: skip
 
 
@@ -225,10 +203,8 @@ def test_a_row_that_is_no_pair_is_refused_by_file_and_line(tmp_path, words):
     ("options", "words"),
     [
         ({}, "from --data or from --pairs_from: give one of the two"),
-        ({"data": "x", "pairs_from": "y"}, "give one of the two"),
         ({"data": "x", "beta": 0.0}, "--beta 0.0 must be above 0: raise it"),
         ({"data": "x", "columns": "completion=y"}, "--columns completion=y: write prompt=COLUMN,chosen=COLUMN"),
-        ({"data": "x", "loss": "kto"}, "must be one of dpo, ipo"),
     ],
 )
 def test_a_wrong_option_is_refused_in_a_sentence(options, words):
@@ -267,17 +243,22 @@ def test_pairs_from_a_run_are_the_best_and_the_worst_of_each_group(rollouts):
     assert len(expected) >= 3
 
 
-def test_a_failed_grader_is_neither_best_nor_worst(rollouts, tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
+def changed(rollouts: Path, folder: Path, **arrays: np.ndarray) -> str:
+    """Returns a run folder with the first step of `rollouts`, some of whose arrays are others."""
+    (folder / "rollouts").mkdir(parents=True)
     for file in ("step2", "config.json", "rollouts/step_1.jsonl"):
-        (tmp_path / file).symlink_to(rollouts / file)
-    arrays["returns"] = np.float32([9, 2, 1, 0] * 3)
-    arrays["failed"] = np.array([True, False, False, True] * 3)
-    np.savez(tmp_path / "rollouts/step_1.npz", **arrays)
-    rows = [messages.encoded.tokens.tolist() for row in dpo.stored_pairs(str(tmp_path)) for messages in row.answer]
-    kept = [i for i in range(12) if i % 4 in (1, 2)]
-    assert rows == [arrays["tokens"][i, : arrays["lengths"][i]].tolist() for i in kept]
+        (folder / file).symlink_to(rollouts / file)
+    stored = dict(np.load(rollouts / "rollouts/step_1.npz"))
+    np.savez(folder / "rollouts/step_1.npz", **stored | arrays)
+    return str(folder)
+
+
+def test_a_failed_grader_is_neither_best_nor_worst(rollouts, tmp_path):
+    failed = np.array([True, False, False, True] * 3)
+    folder = changed(rollouts, tmp_path / "run", returns=np.float32([9, 2, 1, 0] * 3), failed=failed)
+    rows = [messages.encoded.tokens.tolist() for row in dpo.stored_pairs(folder) for messages in row.answer]
+    arrays = np.load(rollouts / "rollouts/step_1.npz")
+    assert rows == [arrays["tokens"][i, : arrays["lengths"][i]].tolist() for i in np.flatnonzero(~failed)]
 
 
 def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
@@ -296,11 +277,7 @@ def test_a_run_on_stored_pairs_raises_their_margin(rollouts, tmp_path):
 def test_a_run_without_pairs_is_refused_before_the_first_step(rollouts, tmp_path, capsys):
     assert run(tmp_path / "run", pairs_from=tmp_path / "none") == 2
     assert "has no rollouts/step_N.npz: name a run of core/grpo.py with --save_rollouts all" in capsys.readouterr().err
-    arrays = dict(np.load(rollouts / "rollouts/step_1.npz"))
-    (tmp_path / "flat/rollouts").mkdir(parents=True)
-    for file in ("step2", "config.json", "rollouts/step_1.jsonl"):
-        (tmp_path / "flat" / file).symlink_to(rollouts / file)
-    np.savez(tmp_path / "flat/rollouts/step_1.npz", **arrays | {"returns": 0 * arrays["returns"]})
+    changed(rollouts, tmp_path / "flat", returns=np.zeros(12, np.float32))
     assert run(tmp_path / "run", pairs_from=tmp_path / "flat") == 2
     assert "has no group whose returns differ" in capsys.readouterr().err
     assert run(tmp_path / "run", pairs_from=rollouts, model_dir=ROOT / "models/tiny", max_length=512) == 2

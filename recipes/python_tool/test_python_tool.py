@@ -8,18 +8,16 @@ import re
 import struct
 import tempfile
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from envs import make_env
-from envs.base import INLINE, Env, Reply, Step
+from envs.base import INLINE, Reply, Step
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.worker import Turns
 from recipes.python_tool import sandbox
 from recipes.python_tool.interpreter import CodeError, Interpreter
-from tests.helpers import slow
 from tests.processes import wait_until_gone
 from utils.settings.errors import UserError
 
@@ -45,20 +43,16 @@ def run(code: str, seconds: float = 20.0, memory: int = 512, is_confined: bool =
     [
         ("1 + 1", "2"),
         ("x = 6\nprint(x)\nx * 7", "6\n42"),
-        ("None", ""),
         ("def f(n):\n    return n * f(n - 1) if n else 1\nf(20)", "2432902008176640000"),
         ("if __name__ == '__main__':\n    print('é')", "é"),
-        ("open('a', 'w').write('b')\nprint(open('a').read())", "b"),
         ("1 / 0", "!ZeroDivisionError: division by zero"),
         ("print('before')\nraise ValueError('a\\nb')", "!ValueError: a b"),
         ("1 +", "!SyntaxError: invalid syntax (code, line 1)"),
         ("import sys\nsys.exit('no')", "!no"),
-        ("import os\nos._exit(3)", "!the process ended with exit code 3"),
         ("input()", "!EOFError: EOF when reading a line"),
         ("'\ud800'", "'?'"),
         ("import sys\nsys.stdout.buffer.write(b'\\xff\\x1b[2J') and None", "\ufffd\x1b[2J"),
         ("import ctypes\nctypes.string_at(0)", "!the process was ended by signal 11 (Segmentation fault)"),
-        ("import time\ntime.sleep(0.01)\ntime.time() > time.process_time() > 0 < time.thread_time()", "True"),
         ("import random, secrets, uuid\nlen({random.random(), secrets.token_hex(), uuid.uuid4()})", "3"),
         ("import threading\nthreading.Event().wait(0.01), threading.Lock().acquire(timeout=0.01)", "(False, True)"),
         ("import signal as s\ns.signal(14, lambda *_: print(1))\nx = s.setitimer(0, 0.01)\ns.pause()", "1"),
@@ -97,17 +91,10 @@ def test_calls_of_a_turn_share_their_time():
     ("code", "reason"),
     [
         ("x = []\nwhile True: x.append(bytearray(10**6))", "MemoryError"),
-        ("'x' * 10**10", "MemoryError"),
         ("while True: print('x' * 10**6)", "the code printed more than 1 MiB"),
-        ("import sys\nwhile True: sys.stderr.write('x')", "the code printed more than 1 MiB"),
-        (
-            "for i in range(10**6): open(str(i), 'w').write('x' * 10**6)",
-            "the code wrote more than 1000 files or 16 MiB",
-        ),
         ("for i in range(10**6): open(str(i), 'w')", "the code wrote more than 1000 files or 16 MiB"),
         ("open('a', 'wb').truncate(10**9)", "OSError: [Errno 27] File too large"),
         ("files = [open('a', 'w') for i in range(999)]", "OSError: [Errno 24] Too many open files: 'a'"),
-        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("(" * 10**5, "SyntaxError: too many nested parentheses (code, line 1)"),
         ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError: not allowed to raise maximum limit"),
     ],
@@ -130,13 +117,14 @@ DENIED = "PermissionError: [Errno 13] Permission denied"
         ("threading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
         ("os.kill(os.getppid(), 9)", REFUSED),
         ("fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", REFUSED),
-        ("fcntl.fcntl(0, fcntl.F_SETSIG, 9)", REFUSED),
         ("socket.socket()", REFUSED),
         ("os.listdir('/')", f"{DENIED}: '/'"),
-        ("os.listdir('/proc')", f"{DENIED}: '/proc'"),
         ("os.listdir('..')", f"{DENIED}: '..'"),
         ("open('/etc/passwd')", f"{DENIED}: '/etc/passwd'"),
         ("open('/proc/self/environ')", f"{DENIED}: '/proc/self/environ'"),
+        ("open('/proc/self/mem', 'r+b')", f"{DENIED}: '/proc/self/mem'"),
+        ("open('/dev/shm/lmpo-test', 'w')", f"{DENIED}: '/dev/shm/lmpo-test'"),
+        ("os.mkfifo('a')", REFUSED),
         ("open('/dev/tty')", f"{DENIED}: '/dev/tty'"),
         ("open('a', 'w') and os.remove('a')", f"{REFUSED}: 'a'"),
         ("open('a', 'w') and os.rename('a', 'b')", f"{REFUSED}: 'a' -> 'b'"),
@@ -149,109 +137,22 @@ def test_what_code_must_not_do_is_refused(code, reason):
     assert run(modules + code) == "!" + reason
 
 
-ATTRIBUTES = {
-    "open({!r}).read()": 13,
-    "open({!r}, 'a')": 13,
-    "os.truncate({!r}, 0)": 1,
-    "os.remove({!r})": 1,
-    "os.rename({!r}, 'a')": 1,
-    "os.link({!r}, 'a')": 1,
-    "os.chmod({!r}, 0)": 1,
-    "os.chown({!r}, 1, 1)": 1,
-    "os.utime({!r}, (0, 0))": 1,
-    "os.setxattr({!r}, 'user.a', b'')": 1,
-}
+CHANGES = (
+    "open({!r}).read()", "open({!r}, 'a')", "os.truncate({!r}, 0)", "os.remove({!r})", "os.rename({!r}, 'a')",
+    "os.link({!r}, 'a')", "os.chmod({!r}, 0)", "os.chown({!r}, 1, 1)", "os.utime({!r}, (0, 0))",
+    "os.setxattr({!r}, 'user.a', b'')",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("code", ATTRIBUTES)
-@pytest.mark.parametrize("place", ["home", *slow("project", "temporary folder")])
-def test_files_elsewhere_are_neither_read_nor_changed(place, code, tmp_path):
-    folder = {
-        "home": Path.home(),
-        "project": ROOT,
-        "temporary folder": tmp_path,
-    }[place]
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".lmpo-test-") as file:
-        file.write(b"secret")
-        file.flush()
-        before = os.stat(file.name)
-        result = run("import os\n" + code.format(file.name))
-        assert re.match(rf"!(PermissionError|OSError): \[Errno ({ATTRIBUTES[code]}|13)\]", result)
-        after = os.stat(file.name)
-        assert Path(file.name).read_bytes() == b"secret"
-        assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
-
-
-OBJECTS = {  # made here, by names or by calls that are allowed: how, how code uses one, how it looks, how it is removed
-    "POSIX shared memory": (
-        "path = f'/dev/shm/lmpo-test-{pid}'\nPath(path).write_text('SECRET')",
-        "open(path, 'w').close()",
-        "Path(path).read_text()",
-        "os.remove(path)",
-    ),
-    "named pipe": (
-        "path = f'{folder}/a'\nos.mkfifo(path)\nfile = open(os.open(path, os.O_RDWR))",
-        "os.write(os.open(path, os.O_WRONLY), b'a')",
-    ),
-    "pipe in /proc": (
-        "file, end = map(open, os.pipe(), 'rw')\nnumber = end.fileno()",
-        "os.write(os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY), b'a')",
-    ),
-    "terminal": (
-        "import pty\nfile, end = (open(number, 'r+b', 0) for number in pty.openpty())\npath = os.ttyname(end.fileno())",
-        "os.write(os.open(path, os.O_RDWR | os.O_NOCTTY), b'a\\n')",
-    ),
-    "memory": (
-        "text = ctypes.create_string_buffer(b'SECRET')\naddress = ctypes.addressof(text)\n"
-        "libc.prctl(0x59616D61, ctypes.c_long(-1))",
-        "file = open(f'/proc/{pid}/mem', 'r+b', 0)\nfile.seek(address)\nfile.write(b'TAKEN!')",
-        "text.value",
-    ),
-    "limits": (
-        "child = subprocess.Popen(['sleep', '60'])\nnumber = child.pid",
-        "resource.prlimit(number, resource.RLIMIT_NOFILE, (9, 9))",
-        "resource.prlimit(number, resource.RLIMIT_NOFILE)",
-        "child.kill()\nchild.wait()",
-    ),
-    "clock": ("", "time.clock_gettime(~pid << 3 | 2)\nprint('SECRET')"),
-    "buffers of pipes": ("", "fcntl.fcntl(os.pipe()[1], 1031, 2**17)\nprint('SECRET')"),
-}
-TOOLS = """
-import ctypes, fcntl, os, resource, select, subprocess, time
-from pathlib import Path
-libc = ctypes.CDLL(None, use_errno=True)
-"""
-
-
-def state(look: str, names: dict[str, object]) -> str:
-    """Returns how an object looks."""
-    try:
-        return repr(eval(look, names))
-    except OSError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_made_outside_are_untouched(name, tmp_path):
-    """Each try succeeds without confinement."""
-    make, attempt, look, remove = (*OBJECTS[name], "", "")[:4]
-    look = look or ("select.select([file], [], [], 0)[0] != []" if "file" in make else "0")
-    for is_confined in (False, True):
-        folder = tmp_path / str(is_confined)
-        folder.mkdir()
-        names = {"pid": os.getpid(), "folder": str(folder)}
-        exec(TOOLS + make, names)
-        known = {key: value for key, value in names.items() if isinstance(value, int | str | bytes | tuple)}
-        values = "".join(f"{key} = {value!r}\n" for key, value in known.items() if not key.startswith("__"))
-        before = state(look, names)
-        result = run(TOOLS + values + attempt, is_confined=is_confined)
-        after = state(look, names)
-        exec(remove, names)
-        if is_confined:
-            assert re.match(r"!PermissionError: \[Errno (1|13)\]", result), result
-            assert after == before
-        else:
-            assert after != before or "SECRET" in result
+@pytest.mark.parametrize("code", CHANGES)
+def test_files_elsewhere_are_neither_read_nor_changed(code, tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"secret")
+    before = file.stat()
+    assert re.match(r"!(PermissionError|OSError): \[Errno (1|13)\]", run("import os\n" + code.format(str(file))))
+    after = file.stat()
+    assert file.read_bytes() == b"secret"
+    assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
 
 
 def verdict(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: int = 0) -> int:
@@ -377,29 +278,20 @@ def test_without_confinement_files_are_read():
     assert run("open('/etc/passwd').readable()", is_confined=False) == "True"
 
 
-IMMORTAL = "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(99)"  # PR_SET_PDEATHSIG
-
-
-def wait_for_pids(memory: int) -> list[int]:
-    """Returns the processes with this limit, once there are some."""
-    deadline = time.monotonic() + 20
-    while not (pids := pids_with(f"\0{memory << 20}\0")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)  # it is at its code
-    assert pids
-    return pids
-
-
 def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the worker cannot remove its folder
     memory = random.Random(str(-os.getppid())).randrange(2**9, 2**20)
     options = {"data_dir": str(SAMPLES), "seconds": 50.0, "memory": memory}
-    with Scorer("python", options, num_workers=1, timeout=60) as scorer:
-        with ScoringStream(scorer) as stream:
-            stream.add({0: (0, Turns(0, (Reply("", (call(IMMORTAL),)),)))})
-            pids = wait_for_pids(memory)
-            scorer.lanes[0].process.kill()
-            wait_until_gone(*pids)
+    code = "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(99)"  # PR_SET_PDEATHSIG
+    with Scorer("python", options, num_workers=1, timeout=60) as scorer, ScoringStream(scorer) as stream:
+        stream.add({0: (0, Turns(0, (Reply("", (call(code),)),)))})
+        deadline = time.monotonic() + 20
+        while not (pids := pids_with(f"\0{memory << 20}\0")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)  # it is at its code
+        scorer.lanes[0].process.kill()
+        assert pids
+        wait_until_gone(*pids)
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
@@ -415,29 +307,21 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
 # the environment
 
 
-@cache
-def gsm8k(**options: str) -> Env:
-    return make_env("python", data_dir=str(SAMPLES), **options)
-
-
 def call(code: str) -> str:
     return json.dumps({"name": "python", "arguments": {"code": code}})
 
 
-def replies_of(env: Env, code: str) -> tuple[Reply, Reply]:
-    payload = code if env.dialect == "python" else call(code)
-    return Reply("Let me compute.", (payload,)), Reply(f"It is \\boxed{{{env.problem(0).answer}}}.")
-
-
 @pytest.mark.parametrize("dialect", ["qwen", "python"])
 def test_questions_are_asked_and_graded_by_their_environment(dialect):
-    env = gsm8k(dialect=dialect, call_cost=0.1)
+    env = make_env("python", data_dir=str(SAMPLES), dialect=dialect, call_cost=0.1)
     question = make_env("gsm8k", data_dir=str(SAMPLES), form="boxed").problem(0)
     problem = env.problem(0)
     assert problem.messages[-1]["content"].startswith(question.messages[-1]["content"])
     assert (problem.answer, problem.prefix) == (question.answer, "")
     assert ("<|python_start|>" in problem.messages[-1]["content"]) == (not problem.tools) == (dialect == "python")
-    first, last = replies_of(env, "print(2)\n40 + 2")
+    code = "print(2)\n40 + 2"
+    first = Reply("Let me compute.", (code if dialect == "python" else call(code),))
+    last = Reply(f"It is \\boxed{{{problem.answer}}}.")
     episode = env.episode(problem, 0)
     role = INLINE if dialect == "python" else "tool"
     info = {"tool_calls": 1, "tool_errors": 0}
@@ -478,7 +362,6 @@ def test_machines_that_cannot_confine_are_refused(monkeypatch):
         ({"sandbox": "maybe"}, "sandbox=maybe: choose one of on, off"),
         ({"memory": 1}, "memory >= 64"),
         ({"seconds": 0.0}, "0 < seconds <= 3600"),
-        ({"seconds": 1e30}, "0 < seconds <= 3600"),
         ({"dialect": "lisp"}, "dialect=lisp: choose one of qwen, python, json"),
     ],
     ids=str,

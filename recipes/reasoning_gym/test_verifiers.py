@@ -11,8 +11,9 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem
-from recipes.reasoning_gym.reasoning import ReasoningGym, SplitQuestions
+from recipes.reasoning_gym.reasoning import SplitQuestions
 from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
+from tests.helpers import slow
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -61,36 +62,22 @@ def env() -> Env:
     return make_env("reasoning_gym", datasets="leg_counting")
 
 
-def attack(env: Env, name: str) -> list[tuple[float, str]]:
-    """The return of each hostile answer. Fails where one of them is executed, or takes for ever."""
+@pytest.mark.parametrize("name", [*sorted(GRAMMARS), *slow(*sorted(DATASETS.keys() - GRAMMARS.keys()))])
+def test_no_code_is_executed_or_paid(env, name):
+    """Nor does any answer take for ever, or change the entry or the verifier."""
     (problem,) = questions(name, 1)
     entry = problem.answer
     verifier = type(entry.dataset).score_answer
     before = copy.deepcopy(entry)
-    returns = []
+    of_any_text = {"rush_hour": 0.01, "rubiks_cube": 1 / 3}  # what the library pays for it
+    most = of_any_text.get(name, 0.05) if name in GRAMMARS else 0.99
     for answer in CODE + ENDLESS:
         clock = time.process_time()
-        returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
-        assert time.process_time() - clock < SECONDS, (name, answer[:80])
-        assert CANARY not in os.environ, (name, answer)
+        assert env.score(problem, f"<answer>{answer}</answer>")["return"] <= most, answer[:80]
+        assert time.process_time() - clock < SECONDS, answer[:80]
+        assert CANARY not in os.environ, answer
         assert type(entry.dataset).score_answer is verifier
-        assert entry == before, (name, answer)
-    return returns
-
-
-@pytest.mark.parametrize("name", sorted(GRAMMARS))
-def test_no_code_reaches_a_verifier_that_would_execute_it(env, name):
-    returns = attack(env, name)
-    allowed = {"rush_hour": 0.01, "rubiks_cube": 1 / 3}  # what the library gives for any text
-    assert max(returns)[0] <= allowed.get(name, 0.05), max(returns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(DATASETS))
-def test_no_code_is_executed_or_paid_by_any_data_set(env, name):
-    best = max(attack(env, name))
-    print(f"{name}: {len(CODE + ENDLESS)} answers, 0 executed, the best paid {best}")
-    assert best[0] < 1, best
+        assert entry == before, answer
 
 
 @pytest.mark.slow
@@ -179,7 +166,6 @@ def test_every_verifier_that_evaluates_text_has_a_grammar():
 
 
 def test_a_composite_data_set_has_the_grammars_of_its_parts(env):
-    assert isinstance(env, ReasoningGym)
     for problem in questions("composite", 8):
         assert env.score(problem, f"<answer>{SET}</answer>")["return"] == 0
         assert CANARY not in os.environ

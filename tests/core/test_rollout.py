@@ -6,6 +6,7 @@ import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Condition
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -113,7 +114,7 @@ def test_long_prompt_is_named_if_the_sample_missed_it():
         name="mine",
         tokenizer=tokenizer,
         sampler=sampler,
-        scorer=SimpleNamespace(streams=set(), withdraw=lambda stream: None),
+        scorer=SimpleNamespace(has_outcomes=Condition(), withdraw=lambda stream: None),
         layout=single_device(),
     )
     words = "^the prompt of problem 9 of mine has 41 tokens, more than 40: raise --prompt_length "

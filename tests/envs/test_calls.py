@@ -16,10 +16,6 @@ BODIES = {  # as the published templates write it
     "json": '{"name": "weigh", "parameters": {"what": "an egg", "times": 3}}',
     "functions": "\n<function=weigh>\n<parameter=what>\nan egg\n</parameter>\n<parameter=times>\n3\n</parameter>\n"
     "</function>\n",
-    "pairs": "weigh\n<arg_key>what</arg_key>\n<arg_value>an egg</arg_value>\n<arg_key>times</arg_key>\n"
-    "<arg_value>3</arg_value>\n",
-    "lfm": "[weigh(what='an egg', times=3)]",
-    "gemma": 'call:weigh{times:3,what:<|"|>an egg<|"|>}',
 }
 START = "{% for m in messages if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -31,9 +27,7 @@ END = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = load_tokenizer(ROOT / "models/tiny")
-    tokenizer.hf.add_tokens(["<|tool_call>", "<tool_call|>"])
-    return tokenizer
+    return load_tokenizer(ROOT / "models/tiny")
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -54,11 +48,10 @@ def test_a_form_that_no_reader_knows_is_none(tokenizer):
     assert own_form(replace(tokenizer), "") is FORMS["qwen"]
 
 
-@pytest.mark.parametrize("name", ["functions", "pairs", "lfm", "gemma"])
 @pytest.mark.parametrize("cut", [12, -9, -2])
-def test_a_call_that_is_not_complete_is_refused(name, cut):
-    body = BODIES[name].strip()[:cut]
-    assert calls_as_json(FORMS[name], [body], [KNOWN_TOOL]) == (body,)
+def test_a_call_that_is_not_complete_is_refused(cut):
+    body = BODIES["functions"].strip()[:cut]
+    assert calls_as_json(FORMS["functions"], [body], [KNOWN_TOOL]) == (body,)
     with pytest.raises(CallError):
         parse_call(body)
 
@@ -69,5 +62,3 @@ def test_values_without_quotes_have_the_types_of_the_tool():
     assert parse_call(call) == ("weigh", {"what": "12", "times": 3})
     (call,) = calls_as_json(FORMS["functions"], [body], [])
     assert parse_call(call) == ("weigh", {"what": 12, "times": 3})
-    two = BODIES["lfm"].replace("]", ", weigh(what='a pea')]")
-    assert len(calls_as_json(FORMS["lfm"], [two], [])) == 2

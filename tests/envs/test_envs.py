@@ -28,15 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 GRADERS = DATA / "graders"
 SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
-DEMO = dict(
-    numbers=3,
-    min_number=1,
-    max_number=15,
-    max_target=30,
-    expression="tree",
-    max_value=30,
-    prompt="bare",
-)
+RANGE = {"min_number": 1, "max_number": 15, "max_target": 30, "max_value": 30}
+DEMO = {"numbers": 3, "expression": "tree", "prompt": "bare", **RANGE}
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
 HAS_GYM = find_spec("reasoning_gym") is not None  # on Python 3.13 it needs a compiler
 INSTALLED = [name for name in NAMES if HAS_GYM or not name.startswith("reasoning_gym")]
@@ -92,24 +85,22 @@ def test_problems_are_the_same_in_every_process():
     assert subprocess.check_output(command, cwd=ROOT, env=variables, text=True).strip() == digest()
 
 
-def test_names_are_case_insensitive():
-    assert envs.make_env("Countdown-Test").problem(3) == environment("countdown-test").problem(3)
-    assert [envs.make_env(f"countdown{n}").numbers for n in ("", 3, 6)] == [4, 3, 6]
-    assert envs.test_name("Poem") == envs.test_name("poem-test") == "poem-test"
-
-
 def test_mistakes_are_named():
     for name in ("countup", "", "-test", "poem-test-test"):
         with pytest.raises(ValueError, match="countdown, countdown3, countdown6, countdown34, poem, gsm8k"):
             envs.make_env(name)
-    with pytest.raises(ValueError, match=r"no option 'number' \(did you mean numbers\?\): choose one of numbers"):
-        envs.make_env("countdown", number=3)
-    with pytest.raises(ValueError, match="numbers takes int, not 'three'"):
-        envs.make_env("countdown", numbers="three")
-    with pytest.raises(ValueError, match="choose one of full, bare"):
-        envs.make_env("countdown", prompt="long")
-    with pytest.raises(ValueError, match="no solvable problem"):
-        envs.make_env("countdown", max_number=0)
+    mistakes = {
+        r"no option 'number' \(did you mean numbers\?\): choose one of numbers": {"number": 3},
+        "numbers takes int, not 'three'": {"numbers": "three"},
+        "choose one of full, bare": {"prompt": "long"},
+        "choose one of chain, tree": {"expression": "bush"},
+        "no solvable problem": {"max_number": 0},
+        "one of on, off": {"thinking": "maybe"},
+        "names no file": {"system": "@absent"},
+    }
+    for words, options in mistakes.items():
+        with pytest.raises(ValueError, match=words):
+            envs.make_env("countdown", **options)
 
 
 def test_options_of_the_command_line():
@@ -183,14 +174,12 @@ def test_there_is_no_valid_split_without_room(name, message):
         ("(1, 2), and so on", "(1,2) and so on", True),
         ("What is 3.5 + 1?", "What is 35 + 1?", False),
         ("f(1, 2)", "f(12)", False),
-        ("2*(3+4)", "2*3+4", False),
         ("5!", "5", False),
         ("?!", "...", False),
         ("Use 1 23 4", "Use 12 3 4", False),
         ("Solve x^{2}3 = 4", "Solve x^{23} = 4", False),
         ("Reverse 'a b'", "Reverse 'ab'", False),
         ("In triangle $A B C$", r"in triangle \(ABC\)", True),
-        ("Add 3.\n4 more", "Add 3.4 more", False),
         (r"Expand \left( 2x_{1} \cdot 3 \right)", r"expand (2 x_1\cdot{3}).", True),
     ],
 )
@@ -250,31 +239,7 @@ def test_deepscaler_as_it_is():
         "because a held-out split has them; 308 in the valid split; 615 in the test split; 8 removed that aime, "
         "aime25, amc, amc23, math500 have, too"
     )
-    assert train.num_tasks == 38_434 - 8
     assert test.num_tasks == 615
-    assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
-    for env in (train, test):
-        for i in range(0, env.num_tasks, 97):
-            problem = env.problem(i)
-            assert env.score(problem, env.examples(problem)["right"])["return"] == 1.0, problem.answer
-
-
-@needs_data
-def test_sizes_and_answers_of_the_data_sets():
-    sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
-    assert sizes == {
-        "countdown34": 9212,
-        "gsm8k": 7239,
-        "aime": 30,
-        "aime25": 30,
-        "amc": 83,
-        "amc23": 40,
-        "math500": 500,
-    }
-    assert environment("gsm8k-test", DATA).num_tasks == 1319
-    assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
-    train = environment("gsm8k", DATA)
-    test = environment("gsm8k-test", DATA)
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
 
 
@@ -292,25 +257,6 @@ def test_tinyzeros_parquet_is_read(tmp_path):
     assert problem.messages[0]["content"] + problem.prefix == first["question"].rstrip(" ")
 
 
-@needs_data
-def test_prompts_are_those_of_transformers_template():
-    from models.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
-    vectors = [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / "chat_template.jsonl").open()]
-    plain = [v for v in vectors if not v["tools"] and v["add_generation_prompt"] and v["enable_thinking"] is not None]
-    assert plain
-    for vector in plain:
-        assert tokenizer.chat(vector["messages"], thinking=vector["enable_thinking"]) == vector["ids"]
-    for name in INSTALLED:
-        problem = environment(name).problem(0)
-        text = tokenizer.hf.apply_chat_template(
-            problem.messages, tokenize=False, add_generation_prompt=True, enable_thinking=problem.thinking
-        )
-        ids = tokenizer.chat(problem.messages, thinking=problem.thinking, prefix=problem.prefix)
-        assert tokenizer.hf.decode(ids) == text + problem.prefix
-
-
 # options of every environment
 
 
@@ -325,9 +271,6 @@ def test_style():
     assert not before.plain
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
-    for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "names no file")]:
-        with pytest.raises(ValueError, match=message):
-            envs.make_env("countdown", **options)
 
 
 def test_format_rewards_are_added_and_logged_apart():
@@ -347,23 +290,15 @@ def write(path: Path, *lines: str) -> dict:
 
 
 def test_a_file_of_ones_own(tmp_path):
-    (tmp_path / "my_reward.py").write_text(
-        "def reward(completion, answer, **row):\n    return {'right': float(answer in completion), 'short': 0.5}\n"
-    )
+    (tmp_path / "my_reward.py").write_text("def reward(completion, answer): return {'right': 1.0, 'short': 0.5}\n")
     rows = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(40)]
-    rows.append({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"})
     options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
     env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
+    assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
     styled = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward", thinking="on")
     traits, styled_traits = ([getattr(x, name) for name in Env.__annotations__] for x in (env, styled))
     assert styled_traits == traits
     assert styled.code == (tmp_path / "my_reward.py",), "a resumed run compares it"
-    test = envs.make_env("dataset-test", **options)
-    valid = envs.make_env("dataset-valid", **options)
-    parts = [{str(row.prompt) for row in part.rows} for part in (env, test, valid)]
-    assert sum(map(len, parts)) == len(set().union(*parts)) == 41, "each row in one split"
-    assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
-    assert test.score(test.problem(0), f"#### {test.problem(0).answer['answer']}")["return"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -386,7 +321,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
     ("name", "content", "words"),
     [
         ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
-        ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
+        ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(with a --reward"),
         ("twice.csv", b"prompt,prompt,answer\nx,y,1\n", "twice.csv has several columns 'prompt': give each"),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8; .*`iconv -f latin1"),
@@ -428,72 +363,38 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=path)
-    for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
-        with pytest.raises(ValueError, match=message):
-            envs.make_env(
-                "dataset",
-                path=str(SAMPLES / "gsm8k" / "train.jsonl"),
-                prompt="question",
-                reward=reward,
-            )
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "install"),
-    [
-        ("math_verify", "math500", "-r requirements.txt"),
-        ("math_verify", "dataset", "-r requirements.txt"),
-        ("pyarrow", "dataset", "-r requirements.txt"),
-        ("reasoning_gym", "reasoning_gym", "reasoning-gym=="),
-    ],
+    ("package", "start", "install"),
+    [("math_verify", "", "-r requirements.txt"), ("pyarrow", "PAR1", "-r requirements.txt")],
 )
-def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name, install, monkeypatch):
+def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, start, install, monkeypatch):
     """Before anything is computed; without math-verify equal formulas would silently be called different."""
     # A package that is not installed.
     monkeypatch.setitem(sys.modules, package, None)
-    rows = {"math500": {"problem": "1+1?", "answer": "2"}, "dataset": {"prompt": "1+1?", "answer": "2"}}
-    file = tmp_path / ("rows.parquet" if package == "pyarrow" else "math500.jsonl")
-    start = "PAR1" if package == "pyarrow" else ""
-    file.write_text(start + "".join(json.dumps(rows.get(name, {})) + "\n" for _ in range(20)))
-    options = {"math500": {"data_dir": str(tmp_path)}, "dataset": {"path": str(file)}}
+    options = write(tmp_path / "rows", start + '{"prompt": "1+1?", "answer": "2"}', '{"prompt": "2+2?", "answer": "4"}')
     with pytest.raises(UserError, match=f"`pip install {install}"):
-        envs.make_env(name, **options.get(name, {}))
-
-
-def test_few_questions_of_reasoning_gym_come_once_each():
-    pytest.importorskip("reasoning_gym")
-    splits = {}
-    for split in ("", "-valid", "-test"):
-        env = envs.make_env(f"reasoning_gym{split}", datasets="gsm_symbolic")
-        asked = [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
-        assert asked == [env.problem(index).messages[-1]["content"] for index in reversed(range(400))]
-        splits[split] = set(asked)
-        assert len(splits[split]) == 400, "each counts once in an interval"
-    assert not splits[""] & splits["-test"] and not splits["-valid"] & splits["-test"]
+        envs.make_env("dataset", **options)
 
 
 def test_reasoning_gym_mixtures(tmp_path):
     pytest.importorskip("reasoning_gym")
-    (tmp_path / "mix.yaml").write_text(
-        "specs:\n- {name: spell_backward, weight: 3, config: {min_word_len: 3}}\n- {name: leg_counting}\n"
-    )
-    mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"), num_tasks=200)
-    share = sum("Spell" in mixed.problem(i).messages[-1]["content"] for i in range(200)) / 200
-    assert 0.65 < share < 0.85
-    assert "<think>" in mixed.problem(0).messages[0]["content"], "the system prompt asks for the tags that are paid for"
-    block = "loss: grpo\ndata:\n  size: 70\n  specs:\n  - {name: leg_counting, weight: 1, config: {}}\n"
-    (tmp_path / "grpo.yaml").write_text(block)
-    options = {"datasets": str(tmp_path / "grpo.yaml")}
-    sizes = [envs.make_env("reasoning_gym", **options, **more).num_tasks for more in ({}, {"num_tasks": 5})]
-    assert sizes == [70, 5], "policy-gradients' block data: {size, specs}"
+    block = "data:\n  size: 70\n  specs:\n  - {name: spell_backward, weight: 3}\n  - {name: leg_counting}\n"
+    (tmp_path / "mix.yaml").write_text(block)
+    mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"))
+    asked = [mixed.problem(i).messages for i in range(mixed.num_tasks)]
+    assert len(asked) == 70
+    assert 0.6 < sum("Spell" in messages[-1]["content"] for messages in asked) / 70 < 0.9
+    assert "<think>" in asked[0][0]["content"], "the system prompt asks for the tags that are paid for"
+    few = envs.make_env("reasoning_gym-test", datasets="gsm_symbolic")
+    assert len({few.problem(i).messages[-1]["content"] for i in range(400)}) == 400, "each counts once in an interval"
     (tmp_path / "bad.yaml").write_text(block.replace("70", "many"))
-    with pytest.raises(ValueError, match="data.size must be a number"):
-        envs.make_env("reasoning_gym", datasets=str(tmp_path / "bad.yaml"))
     mistakes = {
+        str(tmp_path / "bad.yaml"): "data.size must be a number",
         "nonesuch": "nonesuch",
         "leg_counting*0": "above 0",
         "a b": "is not name",
-        "x.yaml": "names no file that exists",
     }
     for text, message in mistakes.items():
         with pytest.raises(ValueError, match=message):
@@ -523,7 +424,7 @@ def test_the_example_of_an_environment_works(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "prefix"),
     [
-        *((name, {}, "<think>") for name in ("countdown", "gsm8k", "deepscaler", "aime-test", "math500-test")),
+        *((name, {}, "<think>") for name in ("countdown", "gsm8k", "math500-test")),
         ("gsm8k", {"form": "boxed"}, ""),
         ("gsm8k", {"thinking": "off"}, ""),
         ("gsm8k", {"thinking": "off", "prefix": "Well"}, "Well"),
@@ -542,21 +443,15 @@ def test_who_is_asked_to_think_begins_to(name, options, prefix):
 def test_countdown_is_lmpos():
     env = envs.make_env("countdown")
     system, user = env.problem(0).messages
-    assert system["role"] == "system"
     assert system["content"].startswith("You are a helpful assistant. You first think")
     assert user["content"].startswith("Using the numbers [")
-    assert env.truncation_penalty == 0.05
     targets = [env.instance(i)[1] for i in range(2000)]
     share = sum(target > 100 for target in targets) / 2000
     assert 0.36 < share < 0.54, "of 300 targets of kvfrans/lmpo 45% are above 100: within three standard errors"
     assert min(targets) >= 1
     assert 900 < max(targets) <= 1000
-    ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
-    assert ours.truncation_penalty == 0
-    assert len(ours.problem(0).messages) == 1
-    assert envs.make_env("countdown", system="none", truncation_penalty=0.1).truncation_penalty == 0.1
-    with pytest.raises(ValueError, match="choose one of chain, tree"):
-        envs.make_env("countdown", expression="bush")
+    penalties = [made.truncation_penalty for made in (env, envs.make_env("countdown", **DEMO, truncation_penalty=0))]
+    assert penalties == [0.05, 0]
 
 
 @pytest.mark.parametrize("numbers", [(3, 7, 2), (25, 5, 1, 4), (1, 1, 1, 1)])
@@ -578,30 +473,6 @@ def test_countdown_is_solvable(options):
             assert target in reachable(tuple(map(Fraction, numbers))), (numbers, target)
 
 
-@pytest.mark.parametrize("options", [DEMO, {}])
-def test_countdown_splits_share_no_numbers(options):
-    train = Countdown(**options)
-    test = Countdown("test", **options)
-    sets = [{tuple(sorted(env.problem(i).answer[0])) for i in range(500)} for env in (train, test)]
-    assert not sets[0] & sets[1]
-    answers = {(tuple(sorted(numbers)), target) for numbers, target in test.instances}
-    assert len(answers) == test.num_tasks >= 512
-    assert Countdown("test", **options, num_tasks=512).instances == test.instances[:512]
-
-
-def test_countdown_subclass_may_have_its_own_constructor():
-    class Short(Countdown):
-        def __init__(self, split: str = "train", bonus: float = 1.0):
-            super().__init__(split, numbers=3)
-            self.bonus = bonus
-
-    valid = Short("valid")
-    expected = Countdown("valid", numbers=3)
-    assert valid.test_sets == expected.test_sets
-    assert valid.instances == expected.instances
-    assert len({valid, expected}) == 2, "environments are told apart, as keys of caches"
-
-
 def test_countdown_problems_are_those_of_the_base_model():
     env = Countdown(**DEMO)
     assert [env.instance(i) for i in range(3)] == [((12, 7, 5), 10), ((8, 2, 5), 9), ((11, 5, 1), 7)]
@@ -613,28 +484,22 @@ def test_countdown_problems_are_those_of_the_base_model():
 @pytest.mark.parametrize(
     ("reply", "reward", "correct"),
     [
-        ("<answer>(1+2)*3</answer>", 1.0, 1.0),
+        ("<think>1+2=4</think><answer> (( 1 + 2 )\n * 3 </answer>", 0.0, 0.0),
         ("<think>1+2=4</think><answer> ( 1 + 2 )\n * 3 </answer>", 1.0, 1.0),
         ("<answer>(1+2)*3 = 9</answer>", 1.0, 1.0),
         ("<answer>1+2+3</answer><answer>3*(2+1)</answer> <answer>1", 1.0, 1.0),  # the last complete block counts
         ("<answer>3*(2+1)</answer> </answer>", 1.0, 1.0),
         ("<answer>-(1+2)*3+9/1</answer>", 0.0, 0.0),  # not these numbers
-        ("<answer>+3*(2+1)</answer>", 1.0, 1.0),
         ("<answer>1+2+3</answer>", 0.1, 0.0),
         ("<answer>1+2+3=9</answer>", 0.1, 0.0),  # a lie about its value: still valid, still wrong
         ("<answer>1+2+3=6</answer>", 0.0, 0.0),  # an equation that is not about the target
         ("<answer>9=(1+2)*3</answer>", 0.0, 0.0),
-        ("<answer>(1+2)*3=9=9</answer>", 0.0, 0.0),
         ("<answer>9</answer>", 0.0, 0.0),
-        ("<answer>3*3</answer>", 0.0, 0.0),
         ("<answer>(1+2)*3*1</answer>", 0.0, 0.0),
-        ("<answer>1)+(2*3</answer>", 0.0, 0.0),
         ("<answer>3/(2-1-1)</answer>", 0.0, 0.0),
         ("<answer>1+2**3</answer>", 0.0, 0.0),
         ("<answer>12-3</answer>", 0.0, 0.0),
-        ("<answer></answer>", 0.0, 0.0),
         ("(1+2)*3", 0.0, 0.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_countdown_score(reply, reward, correct):
@@ -673,13 +538,9 @@ def test_poem_pays_for_characters():
 
 def test_poem_splits_share_no_subject(tmp_path):
     (tmp_path / "subjects.txt").write_text("the sea\n\ncrane\n owl \ncrane\n")
-    for options in ({}, {"subjects_file": str(tmp_path / "subjects.txt")}):
-        train = envs.make_env("poem", **options)
-        test = envs.make_env("poem-test", **options)
-        assert train.subjects
-        assert test.subjects
-        assert not set(train.subjects) & set(test.subjects)
-    assert {*train.subjects, *test.subjects} == {"the sea", "crane", "owl"}
+    options = {"subjects_file": str(tmp_path / "subjects.txt")}
+    train, test = envs.make_env("poem", **options), envs.make_env("poem-test", **options)
+    assert sorted(train.subjects + test.subjects) == ["crane", "owl", "the sea"]
     assert test.problem(0).messages == [{"role": "user", "content": "Write three sentences about the sea"}]
     (tmp_path / "short.txt").write_text("one\n")
     for name in ("absent.txt", "short.txt"):
@@ -687,35 +548,28 @@ def test_poem_splits_share_no_subject(tmp_path):
             envs.make_env("poem", subjects_file=str(tmp_path / name))
 
 
-# any text whatever
-
-HOSTILE = {
-    "brackets under the limit": lambda: "(" * 450 + "1" + ")" * 450,
-    "signs": lambda: "-" * 999 + "1",
-    "sum": lambda: "1+" * 499 + "1",
-    "big product": lambda: "*".join(["9" * 90] * 10),
-    "division": lambda: "1/(1-1)",
-    "10 MB number": lambda: "9" * 10_000_000,
-    "10 MB sum": lambda: "1+" * 5_000_000 + "1",
-    "10 MB spaces": lambda: "1" + " " * 10_000_000 + "+",
-    "10 MB steps": lambda: "1+1=2," * 1_700_000,
-    "10 MB equals": lambda: "=" * 10_000_000,
-    "other digits": lambda: "١+٢=٣",
-    "literals": lambda: "1_0+0x1f+1e9+1j+1.5+007+1if 1else 2",
-}
+# any text whatever; more in tests/envs/test_graders.py
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_text(kind):
-    text = HOSTILE[kind]()
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 450 + "1" + ")" * 450,
+        "*".join(["9" * 90] * 10),
+        "9" * 10_000_000,
+        "1+1=2," * 1_700_000,
+        "١+٢=٣",
+        "1_0+0x1f+1e9+1j+1.5+007+1if 1else 2",
+    ],
+    ids=lambda text: text[:10],
+)
+def test_hostile_text(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = ["countdown3", "poem", "gsm8k", "math500", "dataset", *["reasoning_gym"] * HAS_GYM]
-        for env in map(environment, names):
-            problem = env.problem(0)
-            for reply in (text, f"<answer>{text}</answer>", f"<answer>{text}", f"{text}<answer>1</answer>"):
+        for env in map(environment, ["countdown3", "poem", "gsm8k", "math500", *["reasoning_gym"] * HAS_GYM]):
+            for reply in (text, f"<answer>{text}</answer>", f"{text}<answer>1</answer>"):
                 start = time.process_time()
-                score = env.score(problem, reply)
+                score = env.score(env.problem(0), reply)
                 assert time.process_time() - start < 1
                 assert score.get("correct_answer", 0) == 0
 

@@ -79,25 +79,16 @@ def test_extraction():
         (r"<answer>\boxed{7}</answer>", "tags", "7"),
         (r"\boxed{1} or \boxed{\frac{1}{2}} or \boxed{3", "boxed", r"\frac{1}{2}"),
         (r"\boxed {\left\{ 1, 2 \right.}", "boxed", r"\left\{ 1, 2 \right."),
-        (r"\boxed 5", "boxed", None),
         ("so 1\n#### 1,000\nbye", "hash", "1,000"),
-        ("The answer is 5.", "hash", None),
         ("<answer>5", "tags", None),
         (r"12 and then \boxed{3} and #### 4", "any", "3"),
-        ("First 1,234.5 then -0.5.", "any", "-0.5"),
         # A heading of Markdown is no answer.
         ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "hash", "36"),
-        ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "any", "36"),
         ("#### Step 1\n4 * 9 = 36\n#### Step 2\n36 + 5 = 41\n\nThe answer is 41.", "any", "41"),
-        ("#### Step 1\nAdd.\n#### Step 2\nThe result is 41.", "hash", None),
         ("#### 1. Add them\nSo 41.\n#### 2) Check\n41 is odd, which fits.", "any", "41"),
-        ("#### Final answer\nThe result is 41.", "any", "41"),
-        ("#### Answer: 36 shells\n#### Step 2\nNone.", "hash", "Answer: 36 shells"),
         ("#### $x = 5$\n\n#### Verification\n5 = 5", "hash", "$x = 5$"),
         (r"#### \boxed{7}" "\n#### Note 3\nBoxes of 9.", "hash", "7"),
-        ("#### Paris\n\n#### Explanation\nIt is the capital.", "any", "Paris"),
         ("#### Paris\nIt is the capital.", "hash", "Paris"),
-        ("#### **E**", "any", "**E**"),
         ("#### Step 2", "hash", None),
         # Without a number the end of the text may give the answer in words.
         ("It has 2 rivers. So the answer is Paris.", "any", "Paris"),
@@ -158,12 +149,9 @@ def tower(template: str, levels: int) -> str:
 MEGA = 10_000_000
 HOSTILE = {
     "brackets": lambda: "(" * 100_000 + "1" + ")" * 100_000,
-    "braces": lambda: "{" * 100_000 + "1" + "}" * 100_000,
     "few brackets": lambda: "(" * 40 + "1" + ")" * 40,
     "powers": lambda: "9**9**9**9",
-    "power tower": lambda: "9^{9^{9^9}}",
     "power chain": lambda: "((9^{999})^{999})^{999}",
-    "exponent": lambda: "10^{10^{10}}",
     "scientific": lambda: "1e999999999",
     "factorials": lambda: "((9!)!)!",
     "factorial": lambda: "100000000!",
@@ -176,8 +164,6 @@ HOSTILE = {
     "matrix power": lambda: r"\begin{pmatrix}1&2\\3&4\end{pmatrix}^{10000000}",
     "fractions": lambda: tower(r"\frac{1}{1+@}", 30),
     "endless fractions": lambda: tower(r"\frac{@}{2}", 3000),
-    "roots": lambda: tower(r"\sqrt{@}", 40),
-    "sets": lambda: r"\{" * 30 + "1" + r"\}" * 30,
     "10 MB digits": lambda: "9" * MEGA,
     "10 MB commas": lambda: "1," * (MEGA // 2),
     "10 MB spaces": lambda: "1" + " " * MEGA + "2",
@@ -186,15 +172,10 @@ HOSTILE = {
     "10 MB hashes": lambda: "#" * MEGA,
     "10 MB dollars": lambda: "$" * MEGA,
     "10 MB tags": lambda: "<answer></answer>" * (MEGA // 17),
-    "nul": lambda: "1\x002",
-    "surrogates": lambda: "\ud800\udfff18",
+    "surrogates": lambda: "\x00\ud800\udfff18",
     "import": lambda: "__import__('os').system('true')",
-    "call": lambda: "().__class__.__bases__[0].__subclasses__()",
-    "lambda": lambda: "(lambda f: f(f))(lambda f: f(f))",
     "regex bomb": lambda: "a" * 5000 + "!" + " " * 5000 + "$" * 200,
     "latex regex bomb": lambda: "$" + "\\" * 1900 + "$",
-    "words": lambda: "x " * 90,
-    "other digits": lambda: "١٢٣",
     "input": lambda: r"\input{/etc/passwd} \def\x{\x\x}\x",
 }
 
@@ -221,13 +202,11 @@ def test_guards_leave_what_people_write():
     assert nesting(")))(") == 1
 
 
-PIECES = [*"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\x00", "\ud800", "\u202e", "١", "½", "×", "−", "🙂",
-          "#### ", "Answer: ", "\\lim_{x\\to 0}"]  # fmt: skip
+PIECES = [*"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\x00", "\ud800", "\u202e", "١", "½", "×", "−", "#### "]
 PIECES += r"""
 <answer> </answer> <think> </think> \boxed{ } <|im_end|> \frac{ }{ \sqrt{ \sqrt[3]{ \left( \right)
 \text{ \pi \infty \cdot \times \binom{ \sum_{k=1}^{ \int_0^{ \begin{pmatrix} \end{pmatrix} \\ & \cup
-\in \le \mod \log_{ \sin \pm \% ! ** 9**9**9 10^{ 1e9 99999 x y i and or dollars percent
-__import__('os') lambda:0 1,000 3/4 0.5
+\in \le \mod \log_{ \sin \pm \% ! ** 9**9**9 10^{ 1e9 99999 x y i and or dollars percent Answer: 1,000 3/4 0.5
 """.split()
 AROUND = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "<think>{}</think><answer>1</answer>")
 
@@ -242,34 +221,19 @@ def completions(rng: random.Random, number: int) -> Iterator[str]:
         yield rng.choice(AROUND).format(body)
 
 
+FORMULAS = r"""A+B|A-B|(A)(B)|(A)!|A^{B}|(A)^{B}|A**B|A=B|A<B|(A,B)|[A,B]|\{A,B\}|A \pm B|A \mod B|A \cup B|\frac{A}{B}
+\sqrt{A}|\sqrt[3]{A}|(\sqrt2+\sqrt3+A)^{B}|(x+A)^{B}|\begin{pmatrix}A&B\\B&A\end{pmatrix}|\sin(A)|\tan A|\arctan(A)
+\log(A)|\log_{B}(A)|\binom{A}{B}|\gcd(A,B)|\max(A,B)|\lfloor A \rfloor|\lceil A \rceil|\sum_{k=1}^{B} A
+\prod_{k=1}^{B} A|\lim_{x \to B} A|\int_0^{B} A dx|\int_0^{\pi} \sin^{B} x dx|\frac{d}{dx} A|\frac{d^{B}}{dx^{B}} A"""
+ATOMS = r"1 9 20 150 500 99999 1000000007 0.5 -3 x y n \pi e i \infty".split()
+
+
 def formula(rng: random.Random, depth: int) -> str:
     """Well-formed LaTeX that is not meant to be computed: towers of large numbers, powers of sums, endless products."""
     if depth == 0:
-        numbers = ("1", "9", "20", "150", "500", "99999", "1000000007", "0.5", "-3")
-        return rng.choice((*numbers, "x", "y", "n", r"\pi", "e", "i", r"\infty"))
-    a = formula(rng, depth - 1)
-    b = formula(rng, rng.randrange(depth))
-    return rng.choice((*arithmetic(a, b), *functions(a, b)))
-
-
-def arithmetic(a: str, b: str) -> tuple[str, ...]:
-    return (
-        f"{a}+{b}", f"{a}-{b}", f"({a})({b})", f"({a})!", f"{a}^{{{b}}}", f"({a})^{{{b}}}", f"{a}**{b}",
-        f"{a}={b}", f"{a}<{b}", f"({a},{b})", f"[{a},{b}]", rf"\{{{a},{b}\}}", rf"{a} \pm {b}", rf"{a} \mod {b}",
-        rf"{a} \cup {b}", rf"|{a}|", rf"\frac{{{a}}}{{{b}}}", rf"\sqrt{{{a}}}", rf"\sqrt[3]{{{a}}}",
-        rf"(\sqrt2+\sqrt3+{a})^{{{b}}}", rf"(x+{a})^{{{b}}}",
-        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}",
-    )  # fmt: skip
-
-
-def functions(a: str, b: str) -> tuple[str, ...]:
-    return (
-        rf"\sin({a})", rf"\tan {a}", rf"\arctan({a})", rf"\log({a})", rf"\log_{{{b}}}({a})",
-        rf"\binom{{{a}}}{{{b}}}", rf"\gcd({a},{b})", rf"\max({a},{b})", rf"\lfloor {a} \rfloor",
-        rf"\lceil {a} \rceil", rf"\sum_{{k=1}}^{{{b}}} {a}", rf"\prod_{{k=1}}^{{{b}}} {a}",
-        rf"\lim_{{x \to {b}}} {a}", rf"\int_0^{{{b}}} {a} dx", rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
-        rf"\frac{{d}}{{dx}} {a}", rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}",
-    )  # fmt: skip
+        return rng.choice(ATOMS)
+    parts = {"A": formula(rng, depth - 1), "B": formula(rng, rng.randrange(depth))}
+    return re.sub("[AB]", lambda letter: parts[letter[0]], rng.choice(re.split(r"[|\n]", FORMULAS)))
 
 
 def grade(text: str) -> None:
@@ -288,13 +252,10 @@ def test_random_text():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500"])
-def test_thousands_of_random_texts_are_graded_in_processes(name):
-    options = {} if name == "countdown" else {"data_dir": str(FIXTURES)}
+def test_thousands_of_random_texts_are_graded_in_processes():
     texts = [*completions(random.Random(1), 5000)]
-    with Scorer(name, options, num_workers=2) as scorer:
+    with Scorer("math500", {"data_dir": str(FIXTURES)}, num_workers=2) as scorer:
         scores, counts = scorer.score_replies([0] * len(texts), texts)
-    print(name, counts)
     assert sum(score is None for score in scores) == counts["reward_timeouts"] < 10
     assert counts["reward_errors"] == 0
 

@@ -29,7 +29,7 @@ NUMBERS = [
     (["1.5 million", "1½ million"], "1500000", "1,500,000", "`18 thousand` is 18,000 and not 18; `18 dozen` is 216"),
     (["½", "0.5", "50%", "1/2", r"\frac{1}{2}"], "1/2", "the fraction", "exact: 0.333 is not 1/3"),
     (["minus 5", "negative 5", "−5", "-$5"], "-5", "-5", "signs, also as words"),
-    (["four hundred and two", "four hundred two dollars"], "402", "402", "so do words, `two and a half` too"),
+    (["twenty-three", "Twenty three dollars"], "23", "23", "so do words, but not `four hundred and two`"),
     (["25%"], "25", "25 or 1/4", "the question decides which was meant"),
     (["18½", "18²", "18①", "18!", "18_5", "18i", "18 x", "18..."], "", "not 18", "something is attached"),
     (["not 18", "!= 18", "> 18", "at least 18", "18 or more", "±18"], "", "nothing", "negations and comparisons"),
@@ -61,59 +61,49 @@ SHOWN = [
 MORE = [
     # labels
     *[(reply, [label], [other])
-      for label, other in [("positive", "negative"), ("True", "False"), ("no solution", "none")]
-      for reply in (label, f"{label}.", f"**{label}**", f"The answer is {label}.", f"It's {label}.",
+      for label, other in [("positive", "negative"), ("no solution", "none")]
+      for reply in (f"{label}.", f"**{label}**", f"The answer is {label}.", f"It's {label}.",
                     f"<think>\n{other}?\n</think>\n\n{label}", f"Final answer: {label}\n\nThat is what the text says.",
                     f"The text says so, as was to be shown.\n\n**{label}**")],
-    ("Paris or Rome", [], ["Paris", "Rome"]),
-    ("Paris, Rome", [], ["Paris", "Rome"]),
-    ("Not Paris", [], ["Paris"]),
-    ("Paris\nRome", [], ["Paris", "Rome"]),
-    ("Paris?\n\nI would rather take the other one.", [], ["Paris"]),
-    ("Paris\n\nActually, Rome is the one.", [], ["Paris", "Rome"]),
-    ("Paris\n\nIt could be Rome as well.", [], ["Paris", "Rome"]),
+    *[(reply, [], ["Paris", "Rome"])
+      for reply in ("Paris or Rome", "Not Paris", "Paris\nRome", "Paris?\n\nI would rather take the other one.",
+                    "Paris\n\nActually, Rome is the one.", "Paris\n\nIt could be Rome as well.")],
     ("Yes\n\nThe answer is no.", ["no"], ["Yes"]),
     ("Yes\n\nBecause 7 is prime.", ["Yes"], ["7"]),
     ("Solution\n\nWe add 1 and get 1 + 6 = 7.", ["7"], ["Solution"]),
     ("five", ["five", "5"], ["4"]),
-    *[(reply, ["Route 66"], ["Route 6"]) for reply in ("Route 66", "**Route 66**", "The answer is Route 66.")],
-    *[(reply, ["18"], ["1", "8", "-18"]) for reply in ("So 18.", "Total 18", "She has 18", "about $18", "x is 18")],
+    ("The answer is Route 66.", ["Route 66"], ["Route 6"]),
+    *[(reply, ["18"], ["1", "8", "-18"]) for reply in ("So 18.", "Total 18", "about $18", "x is 18")],
     ("I would rather not say.", [], ["yes", "no", "5"]),
     # choices
-    *[(reply, ["B"], ["A", "C"]) for reply in ("B", "(B)", "**B.**", "B) an apple", "Option B", "The answer is (B).",
+    *[(reply, ["B"], ["A", "C"]) for reply in ("(B)", "**B.**", "B) an apple", "Option B", "The answer is (B).",
                                                "B\n\nBecause the text says so.", "Answer: B\n\nThe text says so.")],
     *[(reply, [], ["A", "B", "C"]) for reply in (
-        "A\nB", "A or B", "Not A, so B or C", "B\n\nOption A is a trap.", "B\n\nI took (A) at first, which was silly.",
-        "B\n\nC is right, in fact.", "B\n\nThis is wrong.", "A, B", "A/B", "ABC", "B?\nA?")],
+        "A\nB", "A or B", "Not A, so B or C", "B\n\nOption A is a trap.", "B\n\nC is right, in fact.",
+        "B\n\nThis is wrong.", "A/B", "ABC", "B?\nA?")],
     # units, in each form
     *[(form.format(given), [reference], [other]) for form in WRITTEN.values() for given, reference, other in [
-        ("5 km", "5 km", "5 m"), ("3 cm", "3 centimeters", "3 m"), ("90 seconds", "90 seconds", "90 minutes"),
-        ("2 g", "2 g", "2 kg"), ("5 km/h", "5 km/h", "5 km"), ("4 m^2", "4 square meters", "4 m"),
+        ("3 cm", "3 centimeters", "3 m"), ("5 km/h", "5 km/h", "5 km"), ("4 m^2", "4 square meters", "4 m"),
         ("18 pears", "18 pears", "18 apples"), ("25 percent", "25%", "$25")]],
     ("It is 3 km long.", ["3 km"], ["3 m"]),
-    ("She has 5 in total.", ["5", "5 cm"], []),
     ("It is 5 in.", ["5 inches"], ["5 cm"]),
     ("Its area is 18 m^2.", ["18", "18 m²"], ["18 m", "18 cm^2"]),
     ("We find 18 thousand dollars.", ["$18,000", "18000"], ["18", "18 dollars"]),
     # several numbers
     *[(reply, [], ["5", "7", "30"]) for reply in (
-        "5 or 7", "from 5 to 7 days", "5-7", "5 apples and 7 pears", "It takes 5 minutes and 30 seconds.",
-        "5 feet 7 inches", "It is 5, 7", "not 5 but 7", "between 5 and 30 percent", "7 out of 30", "at least 7",
-        "The answer is 5 or 7.", "more than 7")],
+        "5 or 7", "from 5 to 7 days", "5 apples and 7 pears", "5 feet 7 inches", "not 5 but 7", "7 out of 30",
+        "between 5 and 30 percent", "at least 7", "The answer is 5 or 7.")],
     ("6 - 1 = 5 and 5 + 2 = 7", ["7"], ["5"]),
     ("She has 5 cats. Ann has 7.", ["7"], ["5"]),
     ("March 5, 2024", ["March 5, 2024"], ["5", "2024"]),
     # formulas and notes
     ("So it is $3\\sqrt{2}$.", [r"3\sqrt2"], [r"\sqrt2", "2", "3"]),
-    ("x^2 + 1", ["1+x^2"], ["1", "2"]),
     ("The answer is 7 (confidence: 95%)", ["7"], ["95%"]),
     ("**Answer:** Paris\n**Explanation:** Rome is the capital of Italy.", ["Paris"], ["Rome"]),
     ("Answer: 7\nCorrection: 8", ["8"], ["7"]),
     # other scripts
-    *[(reply, ["42"], ["4", "2", "-42"]) for reply in (
-        "答案是42。", "所以一共42个。", "答えは42です。", "Ответ: 42.", "정답은 42입니다.", "٤٢", "الجواب هو ٤٢.", "४२",
-        "\uff14\uff12")],
-    *[(reply, [], ["42"]) for reply in ("答案不是42。", "至少42元。", "42万元", "42多", "-42。", "约42到50元")],
+    *[(reply, ["42"], ["4", "2", "-42"]) for reply in ("答えは42です。", "Ответ: 42.", "정답은 42입니다.")],
+    *[(reply, [], ["42"]) for reply in ("答案不是42。", "至少42元。", "42万元", "约42到50元")],
 ]  # fmt: skip
 
 

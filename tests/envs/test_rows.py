@@ -39,15 +39,10 @@ def write(path: Path, content: str | bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("lines.json", LINES),
         ("list.jsonl", json.dumps(ROWS)),
-        ("list.txt", json.dumps(ROWS, indent=2)),
-        ("pretty.jsonl", "\n".join(json.dumps(row, indent=2) for row in ROWS)),
         ("versioned.json", json.dumps({"version": "1", "data": ROWS})),
-        ("only.json", json.dumps({"anything": ROWS})),
         ("marked.json", "\ufeff" + LINES),
         ("no_suffix", CSV),
-        ("table.jsonl", CSV),
         *((f"{i}.csv", CSV.replace(",", sign)) for i, sign in enumerate(";\t|")),
         ("packed.jsonl", gzip.compress(LINES.encode(), mtime=0)),
         ("unpacked.jsonl.gz", LINES),
@@ -75,14 +70,11 @@ def test_an_object_alone_is_a_row(tmp_path, row, indent):
     ("name", "content", "words"),
     [
         ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.csv", " \n\n", "a.csv is empty"),
-        ("a.jsonl", gzip.compress(b"", mtime=0), "a.jsonl is empty"),
         ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "a.jsonl.gz is not a whole .gz file"),
         ("a.json", '"text"', "neither JSON nor a line of names"),
         ("a.json", '[{"q": 1},\n{"q": 2', "a.json is not JSON .*copy it again"),
         ("a.parquet", "version https://git-lfs.github.com/spec/v1\n", "begins with b'version https://git-lfs.*neither"),
         ("a.parquet", b"PAR1\0\0", "a.parquet is not a whole Parquet file .*copy it again"),
-        ("a.bin", b"a,b\0\1\2", "which is neither .*JSON, JSON lines, CSV or Parquet"),
         ("a.csv", 'q,a\n1,2\n"3,4', "a.csv:3 begins a row that is not CSV .*correct it"),
     ],
 )
@@ -161,17 +153,9 @@ def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
 
 
 def test_parquet_of_verl_is_read_with_its_nested_answer(tmp_path):
-    rows = [
-        {
-            "data_source": "mine",
-            "prompt": [ASK],
-            "ability": "math",
-            "extra_info": {"index": i, "other": None},
-            "reward_model": {"style": "rule", "ground_truth": "10"},
-        }
-        for i in range(1)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    row = {"data_source": "mine", "prompt": [ASK], "extra_info": {"index": 0, "other": None}}
+    row["reward_model"] = {"style": "rule", "ground_truth": "10"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "verl.parquet")
     for options in ({}, {"answer": "reward_model.ground_truth", "prompt": "prompt"}):
         env = Dataset(path=str(tmp_path / "verl.parquet"), **options)
         problem = env.problem(0)
@@ -241,8 +225,8 @@ def test_marks_of_a_reply_become_weights(tmp_path, key, kind):
         read_sft(tmp_path, {"messages": TURNS, key: kind(0)})
 
 
-@pytest.mark.parametrize("value", [0, False, "", 0.5, "x", ["x"], {"x": 1}])
-@pytest.mark.parametrize("key", ["images", "audio", "video", "refusal", "anything"])
+@pytest.mark.parametrize("value", [0, False, "", ["x"]])
+@pytest.mark.parametrize("key", ["images", "refusal", "anything"])
 def test_unknown_key_of_a_message_is_refused_by_name(tmp_path, key, value):
     rows = {read_sft: {"messages": [ASK, {**SAY, key: value}]}, read_rl: {"prompt": [{**ASK, key: value}]}}
     for read, row in rows.items():
@@ -261,15 +245,12 @@ def test_a_column_that_the_model_would_see_is_refused_by_name(tmp_path, key, val
 WRONG = {
     "message 2 has the role 'developer': write system": [ASK, {"role": "developer", "content": "a"}],
     "message 1 has the role 'me': roles are system, user, assistant, tool": [{"role": "me", "content": "a"}],
-    "message 1 has the role None": [{"content": "a"}],
     "part 2 of message 1 is 'image_url': only text": [
         {**ASK, "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]}
     ],
-    "part 1 of message 1 is 'a': only text is read": [{**ASK, "content": ["a"]}],
     "content of message 1 is null: write text": [{"role": "user"}],
     "content of message 1 is a int": [{"role": "user", "content": 5}],
     "message 2 has weight=0.5: a reply is trained": [ASK, {**SAY, "weight": 0.5}],
-    "message 2 has train='no': a reply is trained": [ASK, {**SAY, "train": "no"}],
     "message 2 has one weight that trains it, and one that does not": [ASK, {**SAY, "train": True, "weight": 0}],
     "message 1 has weight=1: only messages of the assistant": [{**ASK, "weight": 1}, SAY],
     "message 2 has tool_calls that are not a list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
@@ -296,17 +277,13 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
     ("row", "words"),
     [
         ({"messages": [ASK]}, "it has no turn of the assistant"),
-        ({"messages": [SAY, ASK, SAY]}, "needs one of another role before it"),
         ({"messages": [ASK, SAY, SAY]}, "needs one of another role before it"),
         ({"messages": [ASK, {**SAY, "content": " "}]}, "a turn of the assistant is empty"),
         ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "half a surrogate|not UTF-8"),
         ({"loss_mask": [1, 0, 1]}, "column loss_mask has 3 values for 4 messages and 2 replies"),
-        ({"loss_mask": [1, 1, 1, 1]}, "loss_mask at message 1 has loss_mask=1: only messages of the assistant"),
         ({"weight": 0.5}, "has weight=0.5: a reply is trained"),
         ({"label": False}, "its column label says whether its reply is wanted"),
         ({"weights": [0, 1]}, "its column weights is not used"),
-        ({"functions": []}, "its column functions is not used"),
-        ({"tools": "add(a, b)"}, "column tools is text, and not JSON"),
         ({"tools": [{"description": "Adds."}]}, "not a list of JSON schemas with a name"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, *TURNS]}, "are both system messages"),
     ],
@@ -366,8 +343,6 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
     ("answer", "words"),
     [
         (float("nan"), "its answer is nan, which is not a number"),
-        (float("inf"), "its answer is inf, which is not a number"),
-        ("null", "the text 'null', which programs write for a missing value: .* the list .\"null\"."),
         (True, "its answer is a bool, not text, a number or a list"),
         ({"value": 5}, "its answer is a dict, .* as answer=COLUMN.value"),
         ([["5"]], "its answer is a list, not text"),
@@ -376,12 +351,9 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
 def test_what_no_reply_can_be_compared_with_is_refused(tmp_path, answer, words):
     with pytest.raises(UserError, match=f"rl.jsonl:1 is malformed: .*{words}"):
         read_rl(tmp_path, {"prompt": "What?", "answer": answer})
-
-
-@pytest.mark.parametrize("answer", [None, "", " ", [], [None, ""]])
-def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, answer):
-    with pytest.raises(UserError, match="no usable row, but 1 empty"):
-        read_rl(tmp_path, {"prompt": "What?", "answer": answer})
+    for nothing in (None, " ", [None, ""]):
+        with pytest.raises(UserError, match="no usable row, but 1 empty"):
+            read_rl(tmp_path, {"prompt": "What?", "answer": nothing})
 
 
 def test_decimals_of_parquet_are_references(tmp_path):
@@ -389,18 +361,6 @@ def test_decimals_of_parquet_are_references(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     env = Dataset(path=str(tmp_path / "rows.parquet"))
     assert env.score(env.problem(0), "It is 2.5")["return"] == 1.0
-
-
-def test_own_file_of_gsm8k_accepts_its_answers():
-    file = ROOT.parent / "shared/data/gsm8k/test.jsonl"
-    if not file.is_file():
-        pytest.skip("needs the shared data beside the repository")
-    env = Dataset("test", path=str(file), test_path=str(file))
-    assert env.num_tasks == 1319
-    problems = [env.problem(i) for i in range(env.num_tasks)]
-    numbers = [problem.answer["answer"].rpartition("#### ")[2] for problem in problems]
-    replies = [f"<answer>{number}</answer>" for number in numbers]
-    assert all(env.score(*pair)["return"] == 1.0 for pair in zip(problems, replies, strict=True))
 
 
 # References at the start
@@ -431,39 +391,19 @@ def test_references_that_replies_can_meet_start_a_run(tmp_path, answers, form):
     assert tried(tmp_path, answers, form=form) == []
 
 
-def test_short_texts_with_words_are_compared_as_texts(tmp_path):
-    assert tried(tmp_path, ["Route 66", "3 to 5"], form="tags") == []
-
-
 def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
     formulas = [rf"\frac{{\sqrt{{{i}}}}}{{2}}" for i in (2, 3, 5)]
     assert tried(tmp_path, formulas, prompt=r"What is {}? Put it into \boxed{{}}.") == []
 
 
-def test_unreachable_references_stop_a_run_with_reasons(tmp_path):
-    words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): give another .*--reward FILE"
-    for form in ("any", "tags"):
-        with pytest.raises(UserError, match=words):
-            tried(tmp_path, [r"\frac{1}{"], form=form)
-
-
-def test_few_references_that_no_reply_can_meet_are_a_warning(tmp_path):
-    (warning,) = tried(tmp_path, [*map(str, range(19)), r"\frac{1}{"], form="boxed")
-    assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
+def test_references_that_no_reply_can_meet_stop_a_run_if_they_are_many(tmp_path):
+    words = r"the reference of 34 of 34 .* form any \(.*rows.jsonl:1: .*one, two; 3.*; \.\.\.\): give .*--reward FILE"
+    with pytest.raises(UserError, match=words):
+        tried(tmp_path, ["one, two; 3 and four"])
+    (warning,) = tried(tmp_path, [*map(str, range(19)), "one, two; 3 and four"])
+    assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: ", warning)
 
 
 def test_references_of_a_reward_are_not_tried(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, **row): return 1.0\n")
     assert tried(tmp_path, [{"any": "kind"}], reward=f"{tmp_path / 'r.py'}:reward") == []
-
-
-def test_references_are_tried_in_the_ways_models_write_them(tmp_path):
-    env = read_rl(tmp_path, {"prompt": "What?", "answer": "5"})
-    trials = env.trials(env.problem(0))
-    assert {(str(trial), trial.shown) for trial in trials} == {
-        ("The answer is 5.", "any"),
-        ("5", "alone"),
-        (r"\boxed{5}", "boxed"),
-    }
-    with pytest.raises(UserError, match="34 of 34 .* the form any .*in 'one, two; 3 and four'"):
-        tried(tmp_path, ["one, two; 3 and four"])

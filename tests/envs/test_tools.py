@@ -16,23 +16,22 @@ from core.chains.attach import compare_samples
 from core.chains.turns import Conversations
 from core.config import Config
 from core.eval import show
-from core.records import Episodes
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler, Scheduler, Turn
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Reply, Step, Text
 from envs.prompts import tasks_that_fit
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.trial import repeated_jobs
-from envs.scoring.worker import EpisodeCache, Failure, Turns, heard
+from envs.scoring.trial import check_reward, repeats
+from envs.scoring.worker import EpisodeCache, Turns, heard
 from envs.settings import RolloutSettings, resolve_settings
-from envs.tools.calls import CallError, parse_call
+from envs.tools.calls import parse_call
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from recipes.agents.rollouts import check_forged
 from tests import other_trainers
-from tests.helpers import ROOT, reading_script, slow
+from tests.helpers import ROOT, reading_script
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse
@@ -104,6 +103,8 @@ def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     assert contents(step) == ["2", "now", "5", "{'error': '3'}"]
     assert {message["role"] for message in step.messages} == {"tool"}
     assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
+    step = game.act(Reply("one more", (call("add", a=1),)))
+    assert (step.reward, step.info) == (-0.25, {"tool_calls": 1, "tool_errors": 0})
     assert game.num_asked == 0
     end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
     assert game.act(Reply("four")) == Step([], 4, True, end)
@@ -120,11 +121,8 @@ ERRORS = [
     ("", "the call is empty, or not closed by </tool_call>"),
     ("add(1)", "the call is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ("[]", 'the call is not an object with "name" and "arguments"'),
-    ('{"name": ["add"]}', 'the call is not an object with "name" and "arguments"'),
     ('{"name": "add", "a": 1}', "add: missing a required argument: 'a'"),
     ('{"name": "add", "parameters": null}', "the arguments are not an object"),
-    ('{"name": "add", "arguments": "a"}', "the arguments are not an object"),
-    ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is not a finite number"),
     ('{"name": "add", "arguments": {"a": 1e999}}', "the call has 1e999, which is not a finite number"),
     ('{"name": "exec"}', "there is no tool 'exec'; there are add, leave, fail_silently, repeat, later"),
     (call("add", c=1), "add: missing a required argument: 'a'"),
@@ -165,24 +163,19 @@ def test_limits_of_calls_and_of_results():
 # Fuzz
 
 
-def random_text(rng: random.Random, pieces: list[str]) -> str:
-    """Pieces of calls, letters and rare characters, in any order."""
-    rare = ["\0", "\ud800", "\U0001f600", "\n", '"', "\\"]
-    return "".join(rng.choice([rng.choice(pieces), rng.choice(string.printable), rng.choice(rare)]) for _ in range(12))
-
-
-@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_random_calls_never_raise(dialect, number):
+def test_random_calls_never_raise(dialect):
     rng = random.Random(dialect)
     env = make_env("calculator", dialect=dialect)
     pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
     whole = "2 * (3 + 4)" if dialect == "python" else call("calculate", expression="1+1")
     problem = env.problem(0)
     num_errors = 0
-    for i in range(number):
+    for i in range(1000):
         cut = rng.randrange(len(whole) + 1)
-        payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
+        payload = whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
+        if i % 2:
+            payload = "".join(rng.choices([*pieces, *string.printable, "\0", "\ud800", "😀"], k=12))
         step = env.episode(problem, 0).act(Reply("", (payload,)))
         (message,) = step.messages
         assert not step.done
@@ -191,13 +184,12 @@ def test_random_calls_never_raise(dialect, number):
         assert "\n" not in message["content"]
         assert step.info["tool_errors"] == is_error
         num_errors += is_error
-    assert 0 < num_errors < number
+    assert 0 < num_errors < 1000
 
 
-@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("name", ["qwen", "python"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
-def test_random_replies_are_split_into_calls(folder, name, number):
+def test_random_replies_are_split_into_calls(folder, name):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
     tokenizer, dialect = tokenizer_of(folder), DIALECTS[name]
     rng = random.Random(0)
@@ -205,7 +197,7 @@ def test_random_replies_are_split_into_calls(folder, name, number):
     opening = vocabulary.get(dialect.opening)
     closing = vocabulary.get(dialect.closing)
     *signs, digit = (tokenizer.encode(text) for text in (dialect.opening, dialect.closing, "1"))
-    for _ in range(number):
+    for _ in range(1000):
         parts = [rng.choice([*signs, [rng.randrange(len(vocabulary))], digit]) for _ in range(8)]
         ids = sum(parts, [])
         calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
@@ -297,21 +289,10 @@ def test_special_tokens_in_a_program_s_messages_are_text(folder):
 
 @needs_qwen
 def test_announcements_have_the_format_of_qwen3():
-    qwen = tokenizer_of(QWEN)
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
-    of_qwen = qwen.hf.decode(qwen.chat(messages, tools=[add]))
-    assert of_qwen == qwen.hf.apply_chat_template(
-        messages, tools=[add], add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
-    of_tiny = tokenizer_of(TINY).hf.decode(tokenizer_of(TINY).chat(messages, tools=[add, later]))
-    for text, count in ((of_qwen, 1), (of_tiny, 2)):
-        _, head, tools = text.partition("Be kind.\n\n# Tools\n")
-        lines = re.search(r"<tools>\n(.*?)\n</tools>", tools, re.DOTALL)[1].splitlines()
-        assert head
-        assert len(lines) == count
-        assert json.loads(lines[0])["function"]["name"] == "add"
-        assert text.count("# Tools") == 1
-        assert '<tool_call>\n{"name": ' in text
+    qwen, messages = tokenizer_of(QWEN), [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
+    expected = qwen.hf.apply_chat_template(messages, tools=[add], **options)
+    assert qwen.hf.decode(qwen.chat(messages, tools=[add])) == expected
 
 
 def test_tools_are_announced_without_a_template_too():
@@ -322,31 +303,6 @@ def test_tools_are_announced_without_a_template_too():
     assert '"Another."' in text
     with pytest.raises(UserError, match="the tool repeat cannot be announced .* write type hints, and a docstring"):
         tokenizer.chat([{"role": "user", "content": "hi"}], tools=[repeat])
-
-
-# Processes
-
-
-def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
-    """Returns what follows one call each of the hostile tool."""
-    turns = [Turns(0, (Reply("", (call("misbehave", way=way),)),)) for way in ways]
-    return scorer.request_outcomes([(0, turn) for turn in turns])
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        ("raise", "of the reward"),
-        ("exit", "3"),
-        ("cancel", "CancelledError"),
-        ("mute", "Mute"),
-        ("memory", "MemoryError"),
-    ],
-)
-def test_a_tool_that_raises_is_an_observation(way, reason):
-    with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
-        (step,) = outcomes_of(scorer, way)
-    assert contents(step) == [str({"error": reason})]
 
 
 def replayed(env: Env, replies: list[Reply], seed: int = 7, game: int = 0) -> list[Step]:
@@ -432,7 +388,7 @@ def test_a_reward_function_is_added(rows):
     assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
 
 
-GYMS = ["Countdown", "Countdown5", "SkyCountdown", "OpenCountdown", "AsyncCountdown"]
+GYMS = ["Countdown", "Countdown5", "SkyCountdown", "AsyncCountdown"]
 
 
 @pytest.mark.parametrize("name", GYMS)
@@ -475,7 +431,7 @@ def test_what_a_class_draws_is_drawn_for_the_group_and_once(rows, name, reply):
 def test_episode_sampled_elsewhere_is_played_as_it_began(rows):
     options = dataset_options(rows, "Elsewhere")
     with Scorer("dataset", options, num_workers=2, timeout=20) as scorer:
-        assert not scorer.repeats(repeated_jobs(make_env("dataset", **options)))
+        assert not repeats(scorer, make_env("dataset", **options))
         said = {}
         for lost in (False, True):
             (step,) = scorer.request_outcomes([(0, Turns(3, ()))])
@@ -488,7 +444,7 @@ def test_episode_sampled_elsewhere_is_played_as_it_began(rows):
             else:
                 assert contents(turn)[0].split()[0] == contents(step)[0].split()[-1]
     with Scorer("dataset", dataset_options(rows, "Increment"), num_workers=2, timeout=20) as scorer:
-        assert scorer.repeats(repeated_jobs(dataset(rows, "Increment")))
+        assert repeats(scorer, dataset(rows, "Increment"))
 
 
 @pytest.mark.parametrize(("name", "num_prompts"), [("Elsewhere", 4), ("Countdown", 2)])
@@ -510,18 +466,12 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
         episodes = worker.play(worker.load_weights(params), np.arange(2), 2, jax.random.key(0))
     assert len(given[0]) == num_prompts
     assert ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
-    for row in range(4):
-        number, said = prompted_and_said(episodes, row, tokenizer)
-        assert said == (number if name == "Elsewhere" else number - 2)
-
-
-def prompted_and_said(episodes: Episodes, row: int, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns the number in the prompt of a row, and the one that its environment says behind the first turn."""
     r = episodes.completions
-    prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
-    number = re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1]
-    said = episodes.conversations[row][1]["content"]
-    return int(number), int(said.split()[0])
+    for row in range(4):
+        prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
+        number = int(re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1])
+        said = int(episodes.conversations[row][1]["content"].split()[0])
+        assert said == (number if name == "Elsewhere" else number - 2)
 
 
 def test_sessions_are_as_many_as_episodes_and_are_closed(rows, tmp_path, monkeypatch):
@@ -602,22 +552,19 @@ def test_a_reset_that_fails_is_the_users_mistake(rows):
     rows.write_text(text.replace('"target"', '"goal"'))
     with Scorer("dataset", dataset_options(rows, "Counter"), num_workers=1) as scorer:
         with pytest.raises(UserError, match="fails for each of 2 replies .*TypeError: .*target"):
-            scorer.check_reward([(0, Turns(0, (), True)), (1, Turns(0, (), True))])
+            check_reward(scorer, [(0, Turns(0, (), True)), (1, Turns(0, (), True))])
 
 
 PREVIEWS = [  # class or environment, a call made from the schema and its answer, or a reply and its score
-    ("Counter", ['{"name": "add", "arguments": {"amount": 1}}', "reward 0, tool_calls 1, tool_errors 0: '1'"]),
     ("Counter", ['{"name": "take", "arguments": {"amount": 1}}', "tool_errors 1: \"{'error': 'there are only 0'}"]),
     ("Unpaid", ['{"name": "echo", "arguments": {"text": "1"}}', " reference '3'", "correct_answer 1, format 1: 'the"]),
     ("Broken", [" reference '3'", "fails: ValueError: nothing is paid"]),
-    ("calculator", ["""'<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}""", "errors 0: '1'"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), PREVIEWS)
 def test_a_preview_calls_the_tools_and_scores_the_reference(name, expected, rows):
-    env = make_env(name) if name == "calculator" else dataset(rows, name)
-    text = show(env, lambda problem: [1], lambda ids: "", 1).replace("\\'", "'")
+    text = show(dataset(rows, name), lambda problem: [1], lambda ids: "", 1).replace("\\'", "'")
     places = [text.index(part) for part in expected]
     assert places == sorted(places)
 
@@ -657,16 +604,6 @@ def test_the_calculator_is_called_and_graded(dialect):
     assert env.episode(problem, 0).act(Reply(f"It is {problem.answer + 1}.")).reward == 0.0
     unclosed = env.episode(problem, 0).act(Reply("", ("",)))
     assert unclosed.messages[0]["role"] == ("user" if dialect == "python" else "tool")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dialect": "lisp"}, {"operators": "^"}, {"max_turns": 1}, {"max_number": 1}],
-    ids=str,
-)
-def test_options_that_it_does_not_have(options):
-    with pytest.raises(UserError, match="Calculator|dialect=lisp"):
-        make_env("calculator", **options)
 
 
 # Inline calls, token by token
@@ -756,15 +693,11 @@ def test_what_a_result_spells_is_in_the_context_and_nowhere_else(folder, rows):
 
 
 def test_a_call_is_read():
-    found = parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n')
-    assert found == ("f", {"x": [1, 2.5, None]})
     assert parse_call('{"name": "f"}') == ("f", {})
     for key in ("arguments", "parameters", "args", "kwargs", "input"):
-        assert parse_call(json.dumps({"name": "f", key: {"x": 1}})) == ("f", {"x": 1})
-        wrapped = {"type": "function", "id": "call_1", "function": {"name": "f", key: {"x": 1}}}
-        assert parse_call(json.dumps(wrapped)) == ("f", {"x": 1})
-    with pytest.raises(CallError):
-        parse_call("f")
+        function = {"name": "f", key: {"x": [1, 2.5, None]}}
+        for call in (function, {"type": "function", "id": "call_1", "function": function}):
+            assert parse_call(json.dumps(call)) == ("f", {"x": [1, 2.5, None]})
 
 
 @pytest.mark.parametrize("dialect", ["qwen", "json"])

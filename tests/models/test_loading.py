@@ -32,7 +32,6 @@ from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests/fixtures/qwen3-tied"
-NESTED = "[" * 100_000
 Edit = Callable[[Path], None]
 
 
@@ -54,37 +53,24 @@ def outcome(load: Callable[[], None]) -> str:
 # Model folders
 
 
-def replace(name: str, content: str | bytes) -> Edit:
-    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+def replace(name: str, content: str) -> Edit:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def update(name: str, **fields) -> Edit:
     def edit(folder: Path) -> None:
-        file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | fields))
 
     return edit
 
 
-def index_file(content: str | bytes) -> Edit:
+def index(content: object) -> Edit:
     """Moves the weights to a shard, and writes an index with this content."""
 
     def edit(folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-        replace(INDEX, content)(folder)
-
-    return edit
-
-
-def index(names: object) -> Edit:
-    return index_file(json.dumps({"weight_map": names}))
-
-
-def tensors(edit_all: Callable[[dict], None]) -> Edit:
-    def edit(folder: Path) -> None:
-        arrays = dict(load_file(folder / "model.safetensors"))
-        edit_all(arrays)
-        save_file(arrays, folder / "model.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
     return edit
 
@@ -92,77 +78,42 @@ def tensors(edit_all: Callable[[dict], None]) -> Edit:
 def spoil(name: str, value: float, dtype: type = np.float32) -> Edit:
     """Puts one value into a tensor, once it has another type."""
 
-    def edit_all(arrays: dict) -> None:
+    def edit(folder: Path) -> None:
+        arrays = dict(load_file(folder / "model.safetensors"))
         arrays[name] = arrays[name].astype(dtype)
         arrays[name].flat[-1] = value
-
-    return tensors(edit_all)
-
-
-def add_token(**fields) -> Edit:
-    def edit(folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        content = json.loads(file.read_text())
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"].append({"id": 100, "content": "<x>", "special": True} | flags | fields)
-        file.write_text(json.dumps(content))
+        save_file(arrays, folder / "model.safetensors")
 
     return edit
 
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-GENERATION, INDEX = "generation_config.json", "model.safetensors.index.json"
-FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION
-BPE = {"type": "BPE", "merges": []}
 NORM = "model.layers.1.input_layernorm.weight"
 EMBED = "model.embed_tokens.weight"
-CONTENTS = {"empty": "", "list": "[]", "half": '{"a": ', "nested": NESTED, "latin-1": b'{"a": "\xe9"}'}
 FIELDS = {  # values of another type or size
-    "vocab_size": ("79", 79.5, 0, -1, [79]),
-    "num_attention_heads": (0, "4", 3, [4]),
-    "head_dim": (0, 7, "8"),
-    "rope_scaling": ("linear", 5),
+    "vocab_size": ("79", 0),
+    "num_attention_heads": (0, "4", 3),
     "rope_parameters": ("x", {"rope_type": {}}),
-    "layer_types": (5, "full_attention", [[]], [5]),
-    "dtype": (5, "int8", "x"),
-    "quantization_config": ("x", {"bits": 4}),
-}
-TEMPLATES = {
-    "syntax": "{% if %}",
-    "zero": "{{ 1 / 0 }}",
-    "sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "layer_types": (5, [5]),
+    "dtype": ("int8",),
+    "quantization_config": ({"bits": 4},),
+    "hidden_size": (None,),
 }
 MODELS: dict[str, Edit] = {
-    **{f"{name} {kind}": replace(name, CONTENTS[kind]) for name in FILES for kind in CONTENTS},
-    **{f"{INDEX} {kind}": index_file(content) for kind, content in CONTENTS.items()},
+    **{f"half of {name}": replace(name, '{"a": ') for name in (CONFIG, TOKENIZER, "generation_config.json")},
     **{f"{name} {value!r:.30}": update(CONFIG, **{name: value}) for name in FIELDS for value in FIELDS[name]},
-    **{f"no {name}": update(CONFIG, **{name: None}) for name in ("architectures", "vocab_size", "hidden_size")},
-    **{f"template {kind}": replace("chat_template.jinja", text) for kind, text in TEMPLATES.items()},
-    "template in the config": update(TOKENIZER_CONFIG, chat_template="{{ 1 / 0 }}"),
-    "template of no text": update(TOKENIZER_CONFIG, chat_template=5),
-    "index without weight_map": index_file("{}"),
-    "index of nothing": index({}),
-    "index of a missing file": index({NORM: "x.safetensors"}),
-    "weights empty": replace("model.safetensors", b""),
+    "list": replace(CONFIG, "[]"),
+    "template of no syntax": replace("chat_template.jinja", "{% if %}"),
+    "template zero": replace("chat_template.jinja", "{{ 1 / 0 }}"),
+    "index without weight_map": index({}),
+    "index of a missing file": index({"weight_map": {NORM: "x.safetensors"}}),
     "weights of text": replace("model.safetensors", "x" * 1000),
-    "weights with a long header": replace("model.safetensors", b"\xff" * 8 + b"{}"),
-    "one weight of int32": tensors(lambda arrays: arrays.update({NORM: arrays[NORM].astype(np.int32)})),
-    "nan": spoil(NORM, np.nan),
+    "one weight of int32": spoil(NORM, 1, np.int32),
     "nan of bfloat16": spoil(EMBED, np.nan, ml_dtypes.bfloat16),
-    "infinity": spoil(EMBED, np.inf),
     "minus infinity of float16": spoil(NORM, -np.inf, np.float16),
     "above float32": spoil(NORM, 1e300, np.float64),
-    "tokenizer without added_tokens": replace(TOKENIZER, '{"version": "1.0"}'),
-    "tokenizer without a model": update(TOKENIZER, model=None),
-    "tokenizer of another type": update(TOKENIZER, model={"type": "Nonesuch"}),
-    "tokenizer of other ids": update(TOKENIZER, model=BPE | {"vocab": {"a": 10**5}}),
-    "added token beyond": add_token(),
-    "added token of text": add_token(id="x"),
+    "tokenizer of other ids": update(TOKENIZER, model={"type": "BPE", "merges": [], "vocab": {"a": 10**5}}),
     "more tokens in the config": update(TOKENIZER_CONFIG, added_tokens_decoder={"500": {"content": "<x>"}}),
-    "eos token that is new": update(TOKENIZER_CONFIG, eos_token="<nonesuch>"),
-    "eos token that is a number": update(TOKENIZER_CONFIG, eos_token=5),
-    "tokenizer class": update(TOKENIZER_CONFIG, tokenizer_class=["x"]),
 }
 
 
@@ -195,65 +146,34 @@ def parquet(rows: list[dict]) -> bytes:
 
 
 KINDS = {"jsonl": JSONL.encode(), "json": json.dumps(ROWS).encode(), "csv": CSV.encode()}
-KINDS |= {f"{kind}.gz": gzip.compress(content) for kind, content in KINDS.items()} | {"parquet": parquet(ROWS)}
-DAMAGES = {
-    "empty": lambda content: b"",
-    "cut": lambda content: content[: len(content) // 2],
-    "garbage": lambda content: np.random.default_rng(0).bytes(1000),
-    "zeros": lambda content: b"\0" * 1000,
-    "zeros at the end": lambda content: content + b"\0" * 1000,
-    "spoiled": lambda content: content[:100] + b"\xff\xfe\x00\x22" + content[104:],
-}
+KINDS |= {"jsonl.gz": gzip.compress(KINDS["jsonl"]), "parquet": parquet(ROWS)}
 
 
-def rows_with(line: str, kind: str = "jsonl") -> bytes:
+def rows_with(line: str) -> bytes:
     """The rows with a line between the third and the fourth."""
-    lines = (JSONL if kind == "jsonl" else CSV).splitlines(keepends=True)
-    place = 3 if kind == "jsonl" else 4
-    return "".join([*lines[:place], line + "\n", *lines[place:]]).encode("utf-8", "surrogateescape")
+    lines = JSONL.splitlines(keepends=True)
+    return "".join([*lines[:3], line + "\n", *lines[3:]]).encode("utf-8", "surrogateescape")
 
 
-JSONL_LINES = {
+LINES = {
     "half": '{"prompt": "x',
     "list": "[1, 2]",
-    "nested": NESTED,
+    "nested": "[" * 100_000,
     "no answer": '{"prompt": "x"}',
-    "number": '{"prompt": 5, "answer": "5"}',
     "messages": '{"prompt": [{"role": "king", "content": "x"}], "answer": "5"}',
-    "messages of a role": '{"prompt": [{"role": "user"}], "answer": "5"}',
-    "surrogate": '{"prompt": "a\\ud800b", "answer": "5"}',
     "latin-1": '{"prompt": "\udce9", "answer": "5"}',
-    "zeros": "\0" * 1000,
 }
-CSV_LINES = {"latin-1": "\udce9,5", "zeros": "\0" * 1000, "too few": "x", "too many": "x,5,6"}
-DAMAGED = [
-    (kind, name, damage)
-    for kind in KINDS
-    for name, damage in DAMAGES.items()
-    if name != "zeros at the end" or not kind.endswith(".gz")  # which is allowed there
-]
-LEFT_OF = {"cut": 15, "zeros at the end": 30, "spoiled": 29}
-LEFT = {(kind, name): num_left for kind in ("jsonl", "csv") for name, num_left in LEFT_OF.items()}
 # name: ending, content, what the sentence names, problems left with skip_bad_rows=true (0: it is refused all the same)
 DATA = {
-    **{f"{kind} {name}": (kind, damage(KINDS[kind]), "", LEFT.get((kind, name), 0)) for kind, name, damage in DAMAGED},
-    **{f"line {name}": ("jsonl", rows_with(line), ":4 ", 30) for name, line in JSONL_LINES.items()},
-    **{f"line of CSV {name}": ("csv", rows_with(line, "csv"), ":5 ", 30) for name, line in CSV_LINES.items()},
-    "CSV open quote": ("csv", rows_with('"x,5', "csv"), ":5 ", 0),
-    "CSV quote in a quote": ("csv", rows_with('"a"b",5', "csv"), ":5 ", 0),
-    "CSV quote closed elsewhere": ("csv", rows_with('"x,5\ny"z,5', "csv"), ":5 ", 0),
+    **{f"{kind} empty": (kind, b"", "", 0) for kind in KINDS},
+    **{f"{kind} garbage": (kind, np.random.default_rng(0).bytes(1000), "", 0) for kind in KINDS},
+    **{f"{kind} cut": (kind, x[: len(x) // 2], "", 15 * (kind in ("jsonl", "csv"))) for kind, x in KINDS.items()},
+    **{f"line {name}": ("jsonl", rows_with(line), ":4 ", 30) for name, line in LINES.items()},
+    "CSV too many": ("csv", CSV.encode() + b"x,5,6\n", ":32 ", 30),
+    "CSV open quote": ("csv", CSV.encode() + b'"x,5\n', ":32 ", 0),
     "CSV other columns": ("csv", CSV.replace("prompt,answer", "q,a").encode(), "'q', 'a'", 0),
-    "CSV utf-16": ("csv", CSV.encode("utf-16"), "", 0),
-    "JSONL utf-16": ("jsonl", JSONL.encode("utf-16"), "", 0),
-    "JSONL other columns": ("jsonl", JSONL.replace("answer", "solution").encode(), "'prompt', 'solution'", 0),
-    "JSON nested": ("json", NESTED.encode(), "", 0),
-    "JSON object": ("json", b'{"a": 1, "b": []}', "", 0),
     "JSON list of lists": ("json", b"[[1], [2]]", ", row 1", 0),
-    "JSON surrogate": ("json", rb'[{"prompt": "\ud800", "answer": "5"}]', ", row 1", 0),
-    "gz with a wrong sum": ("jsonl.gz", KINDS["jsonl.gz"][:-8] + b"\0" * 8, "", 0),
-    "gz with a tail": ("jsonl.gz", KINDS["jsonl.gz"] + b"tail", "", 0),
     "parquet without a column": ("parquet", parquet([{"prompt": "x"}]), "'prompt'", 0),
-    "parquet of bytes that are no text": ("parquet", parquet([{"prompt": b"\xff", "answer": b"5"}]), ", row 1", 0),
 }
 
 

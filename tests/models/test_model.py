@@ -45,23 +45,6 @@ NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
 decode_weights = jax.jit(decoder.decode_weights, static_argnums=0)
 
 
-def cached_logits(model, params, prompts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes after prompts; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
-    weights = decode_weights(model, params)
-    state, pages = fill_pages(model, weights, prompts, num_tokens)
-    tokens, rows = [np.array([prompt[-1] for prompt in prompts], np.int32)], []
-    for i in range(num_tokens):  # the first step reads the last prompt token
-        step = pages._replace(columns=pages.columns + i)
-        row, state = decode_one(model, weights, state, step, jnp.asarray(tokens[-1]))
-        tokens.append(np.asarray(choose(i, row), np.int32))
-        rows.append(row)
-    return np.stack(tokens[1:], axis=1), np.stack(rows, axis=1)
-
-
-def without_padding(reference: dict[str, np.ndarray]) -> list[np.ndarray]:
-    return [prompt[start:] for prompt, start in zip(reference["prompts"], reference["starts"], strict=True)]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
@@ -103,24 +86,16 @@ def test_gradients_equal_those_of_transformers(name):
 def test_greedy_decoding_gives_the_tokens_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
     reference = expected_of(name)
-    completions = reference["completions"]
-    prompts = without_padding(reference)
-    tokens, _ = cached_logits(model, params, prompts, lambda i, row: row.argmax(-1), completions.shape[1])
-    np.testing.assert_array_equal(tokens, completions)
-
-
-@pytest.mark.parametrize("name", DECODED)
-def test_decoding_with_a_cache_equals_the_forward_pass(name):
-    model, params, _ = load(FIXTURES / name)
-    reference = expected_of(name)
-    prompts = without_padding(reference)
-    drawn = np.random.default_rng(0).integers(0, model.vocab_size, reference["completions"].shape).astype(np.int32)
-    _, cached = cached_logits(model, params, prompts, lambda i, row: drawn[:, i], drawn.shape[1])
-    width = max(map(len, prompts)) + drawn.shape[1]
-    whole = [np.resize([*prompt, *row], width) for prompt, row in zip(prompts, drawn, strict=True)]
-    uncached = logits(model, params, np.stack(whole))  # padded on the right, as in training
-    for prompt, decoded, row in zip(prompts, cached, uncached, strict=True):
-        assert_close(decoded, row[len(prompt) - 1 :][: len(decoded)], depth(model, uncached.shape[1]))
+    num_tokens = reference["completions"].shape[1]
+    prompts = [prompt[start:] for prompt, start in zip(reference["prompts"], reference["starts"], strict=True)]
+    weights = decode_weights(model, params)
+    state, pages = fill_pages(model, weights, prompts, num_tokens)
+    tokens = [np.array([prompt[-1] for prompt in prompts], np.int32)]
+    for i in range(num_tokens):  # the first step reads the last prompt token
+        step = pages._replace(columns=pages.columns + i)
+        row, state = decode_one(model, weights, state, step, jnp.asarray(tokens[-1]))
+        tokens.append(np.asarray(row.argmax(-1), np.int32))
+    np.testing.assert_array_equal(np.stack(tokens[1:], axis=1), reference["completions"])
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "gemma3-tied", "qwen3_5-tied"])
@@ -175,6 +150,24 @@ def test_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
     assert_close(entropy[:, 1:], -(np.exp(scaled) * scaled).sum(-1), operations, size)
     assert not logprobs[:, 0].any()
     assert not entropy[:, 0].any()
+
+
+def test_gradient_of_chunks_of_the_head_is_that_of_all_logits(monkeypatch):
+    """That of chunks is a formula, that of all logits JAX's."""
+    params, tokens = random_params(MODEL), np.random.default_rng(0).integers(0, MODEL.vocab_size, (3, 48))
+    weights = np.random.default_rng(1).normal(size=(2, 3, 48))
+
+    def gradient(params):
+        def loss(params):
+            outputs = decoder.token_outputs(MODEL, params, tokens, distribution=Distribution(0.7))
+            return (weights[0] * outputs.logprobs + weights[1] * outputs.entropy).sum()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    expected = gradient(params)
+    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
+    for found, whole in zip(jax.tree.leaves(gradient(params)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, whole, atol=2e-5 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -272,7 +265,8 @@ def test_kernels_are_chosen_by_device_and_heads():
 
 def test_products_are_of_bfloat16_where_the_device_has_it(monkeypatch):
     found = {}
-    for platform, capability in (("cpu", ""), ("gpu", "7.5"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", "")):
+    devices = ("cpu", ""), ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", "")
+    for platform, capability in devices:
         device = SimpleNamespace(platform=platform, compute_capability=capability)
         # A device that is not here.
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])
@@ -281,16 +275,12 @@ def test_products_are_of_bfloat16_where_the_device_has_it(monkeypatch):
 
 
 def test_layers_of_small_models_on_a_cpu_are_unrolled():
-    mesh = single_device().mesh
-    demo = architecture.Decoder(512, 128, 384, 4, 4, 2, 32, mesh=mesh)
+    demo = architecture.Decoder(512, 128, 384, 4, 4, 2, 32, mesh=single_device().mesh)
     assert demo.is_unrolled
-    assert not replace(demo, unroll=False).is_unrolled
     assert not replace(demo, mesh=None).is_unrolled
     assert not replace(demo, num_hidden_layers=30).is_unrolled
-    assert not replace(demo, hidden_size=8).is_unrolled
     tpu = np.array(SimpleNamespace(platform="tpu")).reshape(1, 1, 1)
     assert not replace(demo, mesh=SimpleNamespace(devices=tpu)).is_unrolled
-    assert replace(demo, mesh=None, unroll=True).is_unrolled
 
 
 # Checkpoints
@@ -414,6 +404,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 UNUSED = {  # fields of transformers' configs by which no logit changes: of training, of generation, of classes
     *"attention_dropout initializer_range output_router_logits router_aux_loss_coef pretraining_tp use_cache".split(),
     *"bos_token_id eos_token_id pad_token_id _sliding_window_pattern ignore_keys_at_rope_validation".split(),
+    *"max_window_layers num_local_experts no_rope_layer_interval".split(),  # others follow from them
 }
 
 
@@ -428,15 +419,12 @@ def test_every_field_of_a_family_is_read_or_changes_no_logit(name):
 
 DAMAGES = {
     "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
-    "config": ("qwen3-tied", remove("config.json"), "config.json"),
-    "tokenizer": ("qwen3-tied", remove("tokenizer.json"), "tokenizer.json"),
     "weights": ("qwen3-tied", remove("model.safetensors"), "model.safetensors"),
     "weights of kvfrans/lmpo": ("qwen3-tied", rename_weights("params.pkl"), "params.pkl is a pickle"),
-    "weights of torch": ("qwen3-tied", rename_weights("pytorch_model.bin"), "pytorch_model.bin is a pickle"),
     "shard": ("qwen3-sharded", remove("model-00003-of-00005.safetensors"), "model-00003-of-00005.safetensors"),
     "end of a file": ("qwen3-tied", truncate, "model.safetensors is not a whole"),
     "tensor": ("qwen3-tied", edit_tensors(lambda t: t.pop(NORM)), f"lacks tensor {NORM}"),
-    "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lm_head.weight, .* set tie_word_emb"),
+    "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lacks tensor lm_head.weight"),
     "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
     "too few layers": (
         "qwen3-tied",
@@ -447,40 +435,22 @@ DAMAGES = {
     "architecture": ("qwen3-tied", edit_config(architectures=["MixtralForCausalLM"]), "architectures is 'Mixtral"),
     "layers without experts": ("qwen3moe-tied", edit_config(mlp_only_layers=[1]), r"mlp_only_layers is \[1\]"),
     "every other layer": ("qwen3moe-tied", edit_config(decoder_sparse_step=2), "decoder_sparse_step is 2"),
-    "experts": ("qwen3moe-tied", edit_config(num_local_experts=None), "has no num_experts"),
     "number of experts": ("qwen3moe-tied", edit_config(num_local_experts=4), "unknown tensor model.layers.0.mlp.exp"),
     "activation": ("qwen3-tied", edit_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
     "rope 4": ("qwen2-tied", edit_config(rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_type is 'dynamic'"),
-    "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "has no factor"),
-    "rope of a kind": ("gemma3-tied", edit_config(rope_parameters={"full_attention": [1]}), "full_attention are .1."),
+    "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "Missing .*factor"),
+    "rope of a kind": ("gemma3-tied", edit_config(rope_parameters={"full_attention": [1]}), "not the config of a Gem"),
     "local rope": (
         "olmo3-yarn",
-        edit_config(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+        edit_config(rope_parameters={"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}),
         "rope_type is 'yarn'",
     ),
-    "experts of a hybrid": (
-        "qwen3_5-images",
-        edit_config(architectures=["Qwen3_5MoeForConditionalGeneration"]),
-        "is 'Qwen3_5Moe.* support",
-    ),
     "text config": ("qwen3_5-images", edit_config(text_config=[1]), "text_config is .1., not an object"),
-    "no text config": ("qwen3_5-images", edit_config(text_config=None), "text_config is None"),
-    "share of another family": (
-        "qwen3-tied",
-        edit_config(rope_parameters={"partial_rotary_factor": 0.5}),
-        "partial_rotary_factor is 0.5",
-    ),
     "share beside the others": ("qwen2-tied", edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "magnitude": (
         "olmo3-yarn",
         edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
         "attention_factor is 1.1, and supported is only 1.20794",
-    ),
-    "one scaling of two kinds": ("olmo3-yarn", edit_config(rope_parameters=YARN), "have no full_attention and sliding"),
-    "wavelength of a kind": (
-        "olmo3-yarn",
-        edit_config(rope_parameters=None, rope_theta=1e4),
-        "rope_theta without one of sliding_att.* 10000",
     ),
     "other head": (
         "qwen3-tied",
@@ -488,9 +458,7 @@ DAMAGES = {
         "lm_head.weight differs from model.embed_tokens",
     ),
     "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
-    "window of all layers": ("qwen3moe-tied", edit_config(use_sliding_window=True, sliding_window=5), "sliding_att"),
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
-    "layer types": ("qwen3-tied", edit_config(layer_types=["chunked_attention"] * 2), "chunked_attention"),
     "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
 }
 

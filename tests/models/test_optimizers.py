@@ -114,16 +114,6 @@ def test_parameter_groups_have_own_rates_and_one_schedule():
             np.testing.assert_allclose(moved, expected, err_msg=name, **tolerance)
 
 
-def test_description():
-    params = random_tree(SHAPES)
-    muon = {"optimizer": "muon", "lr": 5e-8, "matrix_lr": 1e-3, "embedding_lr": 0.01, "unembedding_lr": 2e-4}
-    assert describe_optimizer(OptimizerConfig(**muon, lr_schedule="linear", warmup_steps=3), params) == (
-        "muon for matrices (288) at 0.001, the embedding (60) at 0.08, the head (60) at 0.0016, the rest (60) at "
-        "5e-08, linear after 3 steps of warm-up"
-    )
-    assert describe_optimizer(OptimizerConfig(), params) == "adamw for parameters (468) at 1e-06, constant"
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_norms_do_not_decay(optimizer):
     params = random_tree(SHAPES)
@@ -136,12 +126,6 @@ def test_norms_do_not_decay(optimizer):
         is_decayed = name == "mlp.up_proj.weight" or is_vocabulary
         factor = 1 - 0.5 * rate if is_decayed else 1.0
         np.testing.assert_allclose(after[name], factor * x, rtol=rounding(4) if factor < 1 else 0, err_msg=name)
-
-
-def test_equal_settings_are_one_optimizer():
-    """An optimizer is a static argument of programs."""
-    first, again, other = (make_optimizer(OptimizerConfig(lr=lr)) for lr in (0.1, 0.1, 0.2))
-    assert first is again is not other
 
 
 # Memory
@@ -164,16 +148,6 @@ def test_adafactor_factors_each_layer_by_rows_and_columns():
     assert_close(after["mlp.up_proj.weight"], expected, 128 + 160)  # means over rows and columns
     states = [jax.eval_shape(make_optimizer(OptimizerConfig(name)).init, params) for name in ("adafactor", "adamw")]
     assert 20 * num_bytes(states[0]) < num_bytes(states[1])
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
-def test_a_quadratic_loss_falls(optimizer):
-    """Each parameter is to become 1."""
-    rates = {"lr": 0.05, "matrix_lr": 0.2, "embedding_lr": 0.005, "unembedding_lr": 0.005}
-    config = OptimizerConfig(optimizer, weight_decay=0, **rates)
-    history = train(config, random_tree(SHAPES), lambda params: jax.tree.map(lambda x: x - 1, params), total_steps=20)
-    for name, x in history[0].items():
-        assert np.square(history[-1][name] - 1).sum() < 0.7 * np.square(x - 1).sum(), name
 
 
 # Layout

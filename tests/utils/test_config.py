@@ -3,7 +3,7 @@
 import json
 import re
 import runpy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -91,34 +91,6 @@ def mistake(line: str, capsys, settings: type = Composed) -> str:
     message = capsys.readouterr().err
     assert message.count("\n") == 1, f"one sentence, no traceback: {message}"
     return message
-
-
-def test_options_of_groups_and_of_base_classes_are_the_same():
-    composed, inherited = options_of(Composed), options_of(Inherited)
-    assert {name: replace(known, group="") for name, known in composed.items() if name != "seed"} == inherited
-    groups = dict.fromkeys(("lr", "do_group_filter", "ckpt_dir"), "loop") | {"seed": ""}
-    assert {name: known.group for name, known in composed.items()} == dict.fromkeys(composed, "sampling") | groups
-    sharding = composed["sharding"]
-    assert (sharding.default, sharding.choices, sharding.resumable) == ("dp", ["dp", "fsdp"], True)
-    assert composed["group_size"].essential
-    assert not composed["group_size"].resumable
-
-
-def test_a_group_may_hold_groups_and_flags_stay_flat():
-    @dataclass(frozen=True)
-    class Nested:
-        inner: Composed = group(Composed)
-        name: str = option("x", "A name")
-
-    options = options_of(Nested)
-    assert [*options] == [*options_of(Composed), "name"]
-    assert (options["lr"].group, options["seed"].group, options["name"].group) == ("inner.loop", "inner", "")
-    config = parse(Nested, ["--lr", "2", "--seed", "3", "--name", "y"])
-    assert config == Nested(Composed(Loop(lr=2.0), seed=3), name="y")
-    assert config == make_config(Nested, **to_dict(config))
-    assert with_options(config, lr=1.0).inner == Composed(Loop(lr=1.0), seed=3)
-    with pytest.raises(UserError, match="seed must not be above"):
-        make_config(Nested, seed=3, group_size=2)
 
 
 @both
@@ -237,7 +209,7 @@ def test_presets_of_papers_have_no_entropy_bonus():
 
 
 def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
-    """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
+    """For each that its table names; others are refused. A preset joins the job once."""
     # The preset sets the variable for the whole process: it is put back.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     line = "--config configs/one_chip.py"
@@ -245,14 +217,10 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
         "error: configs/one_chip.py is for Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
     )
     chips = runpy.run_path(str(ROOT / "configs/one_chip.py"))["CHIPS"]
-    table = (ROOT / "docs/lab/compiled.md").read_text().partition("### One chip")[2]
-    (own,) = re.findall(r"^\| Qwen3-0.6B, LoRA \| (.*) \|$", table, re.MULTILINE)
-    for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
+    for kind, remat in chips.items():
         # A device that is not here.
         monkeypatch.setattr(startup, "find_devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
         assert read(line, grpo.Config).memory.remat == remat
-        assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room
-        assert seconds > 0
         assert kind in PEAKS
     joined = []
     # One process of a job, which this test has not.
@@ -421,13 +389,6 @@ def test_page_for_users_of_trl_names_options_with_their_defaults(config, num_def
     assert found == {name: options[name].default for name in defaults}
     for name, value in re.findall(r"`--(\w+) (\w+)`", page):
         assert value in options[name].choices
-
-
-@pytest.mark.parametrize("command", [eval.EvalCommand, sampling.SamplingCommand], ids=["eval", "sampling"])
-def test_commands_have_no_option_that_only_training_reads(command):
-    of_training = {"test_env_name", "test_interval"}
-    assert of_training <= options_of(grpo.Config).keys()
-    assert not of_training & options_of(command).keys()
 
 
 def test_ctrl_c_ends_a_command_in_one_line(capsys):

@@ -33,6 +33,7 @@ def test_requests_are_answered_in_order():
         ("exit", 60, Dead("it ended its process with exit code 1")),
         ("kill", 60, Dead("it ended its process with exit code -9")),
         ("memory of children", 60, Dead("its processes took more than 300 MiB of memory")),
+        ("shared memory", 60, Dead("its processes took more than 300 MiB of memory")),
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")

@@ -557,24 +557,6 @@ def test_pages_of_rollouts_and_their_colors(chromium, tmp_path):
     page.check()
 
 
-def test_filters_and_orders(chromium, tmp_path):
-    rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
-    page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
-    narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
-    for name, value, expected in narrower:
-        page.choose(name, value)
-        assert len(page.texts("#rollouts article")) == expected, name
-    for name in ("step", "group", "least", "most", "search"):
-        page.choose(name, "")
-    for order, first in (("-return", "1.5"), ("+return", "0"), ("-advantage", "1.5")):
-        page.choose("order", order)
-        assert page.texts("#rollouts article:first-child .reward") == [first], order
-    assert page.texts("#place") == ["1 to 10 of 24"]
-    page.choose("search", "<b>count")
-    assert page.texts("#place") == ["1 to 10 of 16"], "prompts are searched, too"
-    page.check()
-
-
 def write_run_with_held_out_problems(folder: Path) -> Path:
     """Writes a run of 33 steps, the last three without an evaluation; of its problems one is gained."""
     talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]

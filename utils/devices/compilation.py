@@ -22,56 +22,47 @@ MAPS = Path("/proc/self/maps")  # a line for each memory mapping of this process
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
 
 
-class Compiler:
+def compile_programs(lists: Sequence[Programs]) -> list[str]:
     """Compiles programs for the shapes of their arguments, side by side; calls with such arguments find them compiled.
 
     Each list is traced in a thread, since on several devices it waits for how results are laid out. XLA compiles in as
     many threads as there are cores. Several processes compile one program after the other, in the same order: on GPUs
-    they share the tuning of kernels, and wait for one another.
+    they share the tuning of kernels, and wait for one another. Returns a note on each list that ended early: what
+    cannot be compiled raises its error when it is called, with what to do about it.
     """
+    is_alone, lock = jax.process_count() == 1, Lock()
+    started: dict[tuple, tuple[jax.stages.Traced, Future]] = {}  # by function and shapes
+    tracers = ThreadPoolExecutor(max(1, len(lists)) if is_alone else 1, "tracing")
+    pool = ThreadPoolExecutor(os.cpu_count() or 1 if is_alone else 1, "XLA")
 
-    def __init__(self, lists: Sequence[Programs]):
-        is_alone = jax.process_count() == 1
-        self.tracers = ThreadPoolExecutor(max(1, len(lists)) if is_alone else 1, "tracing")
-        self.pool = ThreadPoolExecutor(os.cpu_count() or 1 if is_alone else 1, "XLA")
-        self.lock = Lock()
-        self.started: dict[tuple, tuple[jax.stages.Traced, Future]] = {}  # by function and shapes
-        self.lists = [self.tracers.submit(self.compile_list, programs) for programs in lists]
-
-    def wait(self) -> list[str]:
-        """Waits for all programs; returns a note on each list that ended early."""
-        with self.pool, self.tracers:
-            return [note for ended in self.lists if (note := ended.result())]
-
-    def compile_list(self, programs: Programs) -> str:
-        """Traces programs one after the other, and begins to compile them; returns why the list ended early.
-
-        What cannot be compiled raises its error when it is called, with what to do about it.
-        """
+    def compile_list(programs: Programs) -> str:
         results = None
         while True:
             try:
                 function, arguments = programs.send(results)
-                results = self.begin(function, shapes_of(arguments))
+                results = begin(function, shapes_of(arguments))
             except StopIteration:
                 return ""
             except Exception as error:  # noqa: BLE001 (of a changed loss or sampler, say, whose arguments are not listed)
                 return f"note: some programs are compiled when they are first called: {describe_error(error)}"
 
-    def begin(self, function: Callable, arguments: tuple) -> PyTree:
+    def begin(function: Callable, arguments: tuple) -> PyTree:
         """Begins to compile a program, unless it has begun; returns the shapes of its results."""
         leaves, tree = jax.tree.flatten(arguments)
         key = function, tree, *leaves
-        with self.lock:
-            if key not in self.started:
+        with lock:
+            if key not in started:
                 traced = function.trace(*arguments)
-                self.started[key] = traced, self.pool.submit(lambda: traced.lower().compile())
-            traced, compiled = self.started[key]
+                started[key] = traced, pool.submit(lambda: traced.lower().compile())
+            traced, compiled = started[key]
         sharding = next((x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct) and x.sharding), None)
         if sharding is None or len(sharding.device_set) > 1:  # the compiler chooses how results are laid out
             return with_shardings(traced.out_info, compiled.result().output_shardings)
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), traced.out_info)
+
+    with pool, tracers:
+        return list(filter(None, tracers.map(compile_list, lists)))
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

@@ -2,19 +2,15 @@
 
 import contextlib
 import json
-import logging
 import threading
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from utils.files import open_log
 from utils.metrics.terminal import COMPILED, program_name
 from utils.settings.errors import counted
 
-COMPILER = "jax._src.interpreters.pxla"  # logs the shapes of a program that is lowered
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 MOST_NAMED = 5  # programs in a warning
 
@@ -22,40 +18,27 @@ MOST_NAMED = 5  # programs in a warning
 class Compilations:
     """Lists the programs that are compiled within the block, in any thread, and those that the cache returns.
 
-    Each is a JSON object, also a line of `file`. It has the program's name, the shapes of its arguments (without a
-    file: none), and seconds. It also has whether the cache had the program, and how many steps the process had made by
-    then.
+    Each is a JSON object, also a line of `file`: the program's name, its seconds, whether the cache had it, and how
+    many steps the process had made by then.
     """
 
     def __init__(self, file: Path | None = None):
         self.file = file
-        self.thread = threading.local()  # .shapes, .is_from_cache: of the program that it reports next
+        self.thread = threading.local()  # .is_from_cache: the program that it reports next
         self.lock = threading.Lock()
         self.num_steps = 0
         self.are_all_known = False  # all programs were compiled ahead, so that a step compiles none
         self.programs: list[dict] = []  # since the last `take_programs`
-        self.known: dict[str, set[str]] = defaultdict(set)  # shapes, by program
-        self.late: list[str] = []  # compiled after the first step: names, and the shapes that are new
+        self.late: list[str] = []  # names of programs that were compiled after the first step
 
     def __enter__(self) -> "Compilations":
         jax.monitoring.register_event_duration_secs_listener(self.on_compiled)
         jax.monitoring.register_event_listener(self.on_cache_hit)
-        if self.file:
-            logging.getLogger(COMPILER).setLevel(logging.DEBUG)
-            logging.getLogger(COMPILER).addFilter(self.on_lowered)
         return self
 
     def __exit__(self, *_) -> None:
         jax.monitoring.unregister_event_duration_listener(self.on_compiled)
         jax.monitoring.unregister_event_listener(self.on_cache_hit)
-        logging.getLogger(COMPILER).removeFilter(self.on_lowered)
-
-    def on_lowered(self, record: logging.LogRecord) -> bool:
-        """Reads the shapes from the compiler's log, and hides the debug records switched on for that."""
-        with contextlib.suppress(IndexError, TypeError, AttributeError):  # of another version of JAX
-            _, shapes = record.args[:2]
-            self.thread.shapes = list(dict.fromkeys(shape.str_short() for shape in shapes))
-        return record.levelno > logging.DEBUG
 
     def on_cache_hit(self, event: str, **_) -> None:
         """Marks a program from the cache; JAX calls it before `on_compiled`, in the same thread."""
@@ -66,19 +49,15 @@ class Compilations:
         """Lists a program that was compiled or taken from the cache."""
         if event != COMPILED:
             return
-        own = vars(self.thread)
-        shapes, is_from_cache = own.pop("shapes", []), own.pop("is_from_cache", False)
-        row = {"program": fun_name, "shapes": shapes, "seconds": round(seconds, 3), "from_cache": is_from_cache}
+        is_from_cache = vars(self.thread).pop("is_from_cache", False)
+        row = {"program": fun_name, "seconds": round(seconds, 3), "from_cache": is_from_cache}
         row["num_steps"] = self.num_steps
         with self.lock:
-            known = self.known[fun_name]
             if self.num_steps and self.are_all_known and not is_from_cache:
-                new = (shape for shape in shapes if shape not in known)
-                self.late.append(" ".join([program_name(fun_name), *new]))
-            known.update(shapes)
+                self.late.append(program_name(fun_name))
             self.programs.append(row)
             if self.file:
-                with contextlib.suppress(OSError), open_log(self.file) as file:
+                with contextlib.suppress(OSError), self.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
     def take_programs(self) -> list[dict]:

@@ -61,16 +61,13 @@ def set_tpu_options() -> None:
     """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps only arrays there that are read more than copied.
 
     Without the second one, on v5e, each decode step brings the KV cache of a layer to VMEM, adds a token, and writes
-    all of it back. An option that the installed library does not know would end the process: it is named instead.
+    all of it back. An option that the installed library does not know would end the process, so it is left out.
     """
-    package = importlib.util.find_spec("libtpu")
-    library = os.environ.get("TPU_LIBRARY_PATH") or package and Path(package.origin).with_name("libtpu.so")
-    if library and os.path.isfile(library):
-        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+    if package := importlib.util.find_spec("libtpu"):
+        library = Path(package.origin).with_name("libtpu.so")
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
             known = [option for option in TPU_OPTIONS if code.find(f"{option[2:].split('=')[0]}\0".encode()) >= 0]
         add_options("LIBTPU_INIT_ARGS", known)
-        for option in set(TPU_OPTIONS) - set(known):
-            print(f"warning: {library} does not know {option}, so sampling may take longer", file=sys.stderr)
 
 
 def add_options(variable: str, options: Sequence[str]) -> None:

@@ -150,16 +150,15 @@ class Layout:
         return jax.tree.map(put_array, tree)
 
     def fetch(self, tree: PyTree) -> PyTree:
-        """Returns device arrays as whole host arrays, on every process."""
+        """Returns device arrays as whole host arrays, on every process; of what no device holds whole, by a program."""
         with between_turns():
             jax.block_until_ready(tree)
-        return jax.tree.map(self.fetch_array, tree)
 
-    def fetch_array(self, x: ArrayLike) -> np.ndarray:
-        """Returns an array as a whole host array, on every process; by a program only if no device holds it whole."""
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            return multihost_utils.process_allgather(x, tiled=True)
-        return np.asarray(x)
+        def fetch_array(x: ArrayLike) -> np.ndarray:
+            is_here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+            return np.asarray(x) if is_here else multihost_utils.process_allgather(x, tiled=True)
+
+        return jax.tree.map(fetch_array, tree)
 
     def process_share(self, num_items: int, group_size: int = 1) -> range:
         """Returns the items that this process works on: whole groups."""

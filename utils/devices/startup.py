@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from utils.devices.runtime import prepare
 from utils.devices.sharding import MESH_AXES, Layout
-from utils.settings.errors import UserError, counted, describe_error
+from utils.settings.errors import UserError, counted, describe_error, refuse
 from utils.settings.options import option
 
 SHARDINGS = {  # devices on each axis, -1: all that are left
@@ -61,21 +61,30 @@ def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
 
     Raises: UserError when there is no device of JAX_PLATFORMS, or the mesh does not fit the devices.
     """
-    return arrange_mesh(config, join_devices(model_dir))
+    return make_layouts(config, is_ahead=False, model_dir=model_dir)[0]
 
 
 def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
     """Returns the meshes that train and that sample rollouts: the same one, unless several devices sample ahead.
 
-    Then the devices of --mesh, the first ones, train. Raises: UserError as `make_layout` and `check_ahead`.
+    Then the devices of --mesh, the first ones, train: programs that two threads launch on the same devices could begin
+    in another order on each of them, and wait for one another forever. Raises: UserError as `make_layout`, and if
+    rollouts cannot be sampled ahead on these devices.
     """
-    devices = join_devices(model_dir)
-    num_training = math.prod(parse_mesh(config.mesh).values()) if config.mesh else 0
-    if is_ahead:
-        check_ahead(num_training, len(devices))
-    if not is_ahead or len(devices) == 1:
-        layout = arrange_mesh(config, devices)
-        return layout, layout
+    devices, num_processes = join_devices(model_dir), jax.process_count()
+    num_devices, num_training = len(devices), math.prod(parse_mesh(config.mesh).values()) if config.mesh else 0
+    if not is_ahead:
+        return (arrange_mesh(config, devices),) * 2
+    refuse([
+        (num_processes > 1, f"--ahead 1 works in a single process only, and there are {num_processes}: remove it"),
+        (num_devices > 1 and not 0 < num_training < num_devices,
+         f"--ahead 1 on {num_devices} devices needs a --mesh of 1 to {num_devices - 1}, which train while the others "
+         f"sample: give one, such as fsdp={num_devices // 2}"),
+        (num_training and num_devices == 1,
+         "--mesh with --ahead 1 leaves other devices to sample, and there is one device: remove it"),
+    ])  # fmt: skip
+    if num_devices == 1:
+        return (arrange_mesh(config, devices),) * 2
     layout, others = arrange_mesh(config, devices[:num_training]), devices[num_training:]
     tp = config.rollout_tp or layout.mesh.shape["tp"]
     if len(others) % tp:
@@ -84,23 +93,6 @@ def make_layouts(config: DeviceConfig, is_ahead: bool, model_dir: str = "") -> t
             f"{'--rollout_tp' if config.rollout_tp else '--mesh'}: give sizes that leave a multiple of it"
         )
     return layout, arrange_mesh(replace(config, mesh=f"data={len(others) // tp},tp={tp}"), others)
-
-
-def check_ahead(num_training: int, num_devices: int) -> None:
-    """Raises UserError if rollouts cannot be sampled ahead on these devices, of which --mesh has `num_training`.
-
-    Programs that two threads launch on the same devices could begin in another order on each of them. If they send
-    something to one another, both would wait forever.
-    """
-    if jax.process_count() > 1:
-        raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: remove it")
-    if num_devices > 1 and not 0 < num_training < num_devices:
-        raise UserError(
-            f"--ahead 1 on {num_devices} devices needs a --mesh of 1 to {num_devices - 1}, which train while the "
-            f"others sample: give one, such as fsdp={num_devices // 2}"
-        )
-    if num_training and num_devices == 1:
-        raise UserError("--mesh with --ahead 1 leaves other devices to sample, and there is one device: remove it")
 
 
 def join_devices(model_dir: str = "") -> list[jax.Device]:
@@ -113,8 +105,7 @@ def join_devices(model_dir: str = "") -> list[jax.Device]:
 def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
     """Returns these devices as a mesh. Raises: UserError when it does not fit them."""
     sizes = mesh_sizes(config, len(devices), count_slices(devices))
-    mesh = Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    return Layout(mesh)
+    return Layout(Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def find_devices() -> list[jax.Device]:

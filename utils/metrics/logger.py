@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from utils.files import open_log, replacing
+from utils.files import replacing
 from utils.metrics.curves import format_value
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, Loggable, json_value, read_lines
@@ -77,7 +77,7 @@ class Logger(contextlib.AbstractContextManager):
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             truncate(directory / name, resume_step)
-            self.files[name] = open_log(directory / name)  # to append to
+            self.files[name] = (directory / name).open("a")  # to append to
         for _, record in read_lines(directory / FILES[0], key="global_step"):
             self.step = record["global_step"]
             self.health_checks.find_warnings(self.step, record)

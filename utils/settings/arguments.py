@@ -96,7 +96,7 @@ def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapp
         if name not in types and types.get(positive) is bool:
             name, equals, value = positive, "=", "false"
         if name not in types:
-            raise UserError(f"there is no option --{name}{nearest(name, types)}")
+            raise UserError(f"there is no option --{name}{nearest(name, [*types, 'help'])}")
         if not equals:
             has_value = bool(words) and not words[-1].startswith("-" if types[name] is bool else "--")
             if not has_value and types[name] is not bool:

@@ -28,7 +28,8 @@ def fail(message: str) -> NoReturn:
     """
     named = {name: SET_BY[name] for name in re.findall(r"--(\w+)", message) if SET_BY.get(name, message) not in message}
     if named:
-        message = f"{message.rstrip('.')} ({', '.join(f'{file} sets --{name}' for name, file in named.items())})"
+        sets = {file: ", ".join(f"--{name}" for name in named if named[name] == file) for file in named.values()}
+        message = f"{message.rstrip('.')} ({'; '.join(f'{file} sets {names}' for file, names in sets.items())})"
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)

@@ -30,9 +30,9 @@ from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
-from envs.scoring.patience import Patience
+from envs.scoring.scorer import WaitForMore
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
-from extras.replay import Stored, read_stored, replay, task_index, weights_before
+from extras.replay import Stored, read_stored, replay, weights_before
 from models import decoder
 from models.architecture import FULL, SLIDING, Decoder
 from models.checkpoint import load_model
@@ -191,12 +191,12 @@ class Arrivals:
 def test_rows_wait_while_more_come_in_a_segment_than_are_there():
     """A segment of one second, two rows that can be sampled: 1/2, 1/3, 1/4 s for one more, and so on."""
     arrivals = Arrivals([0.4, 0.3, 0.2, 0.3])
-    Patience(1.0, 2).wait(arrivals, lambda: arrivals.num, lambda: False)
+    WaitForMore(1.0, 2).wait(arrivals, lambda: arrivals.num, lambda: False)
     assert (arrivals.num, arrivals.waited) == (3, pytest.approx(0.4 + 0.3 + 0.2 + 1 / 5))
     arrivals = Arrivals([0.1, 0.1])
-    Patience(1.0).wait(arrivals, lambda: arrivals.num, lambda: arrivals.num == 2)
+    WaitForMore(1.0).wait(arrivals, lambda: arrivals.num, lambda: arrivals.num == 2)
     assert arrivals.waited == 0.2, "none is left"
-    Patience().wait(arrivals := Arrivals([0.1]), lambda: arrivals.num, lambda: False)
+    WaitForMore().wait(arrivals := Arrivals([0.1]), lambda: arrivals.num, lambda: False)
     assert arrivals.waited == 0
 
 
@@ -326,9 +326,9 @@ def play_again(groups: list[Sequence[Stored]], config: Config, step: int) -> Epi
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
-        tasks = [task_index(worker, group[0].task) for group in groups]
+        tasks = np.array([group[0].task for group in groups])
         places = np.array([group[0].position for group in groups])
-        return worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, places)
+        return worker.play(worker.load_weights(params), tasks, G, key, places)
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extras.plots import plot_runs
+from extras.compare import plot_runs
 from utils.metrics.curves import read_metrics
 from utils.metrics.logger import Logger
 
@@ -28,7 +28,7 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
 
 def test_picture_does_not_depend_on_the_backend_of_a_notebook(tmp_path):
     """Jupyter hands MPLBACKEND on to the commands of a cell, in whose environment its backend may be missing."""
-    code = "import sys; from extras.plots import plot_runs; plot_runs({'a': {}}, sys.argv[1])"
+    code = "import sys; from extras.compare import plot_runs; plot_runs({'a': {}}, sys.argv[1])"
     environment = os.environ | {"MPLBACKEND": "module://nowhere.backend_inline"}
     command = [sys.executable, "-c", code, str(tmp_path / "plot.png")]
     subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, check=True)

@@ -13,10 +13,10 @@ SOURCES = {
 
 
 class CountdownData(Countdown):
-    """The same rewards on the problems of a data set, by default the one of TinyZero: 3 or 4 numbers, 490,000 rows.
+    """The same rewards on the problems of a data set.
 
-    If a folder holds a file for testing, training leaves out every row with the numbers of a test problem. If it does
-    not, and on the hub, a fifth of all sets of numbers is kept for the test. A tenth is kept for the valid split.
+    Training leaves out the rows with the numbers of a problem in a test file; without one, a fifth of all sets of
+    numbers is kept for the test. A tenth is kept for the valid split.
     """
 
     is_generated = False
