@@ -95,40 +95,40 @@ class CheckpointManager:
 
         Raises: UserError when there are states, and all of them are damaged.
         """
-        steps, abstract, reasons = self.steps, shapes_of(state), []
-        if steps:
-            jax.tree.map(lambda x: x.delete(), state)
-        for step in steps:
-            restored, reason = self.read_step(step, abstract)
-            if restored:
-                for damaged, reason in reasons:
-                    self.set_aside(damaged, reason)
-                return restored
-            reasons.append((step, reason))
+        steps, abstract, reasons = self.steps, shapes_of(state), {}
         if not steps:
             return state, {}
-        text = "; ".join(f"step {step}: {reason}" for step, reason in reasons)
+        jax.tree.map(lambda x: x.delete(), state)
+        for step in steps:
+            try:
+                found = self.read_step(step, abstract)
+            except UserError as error:
+                reasons[step] = str(error)
+                continue
+            for damaged, reason in reasons.items():
+                self.set_aside(damaged, reason)
+            return found
+        text = "; ".join(f"step {step}: {reason}" for step, reason in reasons.items())
         raise UserError(
             f"none of the training states in {self.manager.directory} can be read ({text}): name another --save_dir"
         )
 
-    def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, SavedProgress] | None, str]:
-        """Returns the state and the progress of a step, or None and the reason why they cannot be used."""
+    def read_step(self, step: int, abstract: PyTree) -> tuple[PyTree, SavedProgress]:
+        """Returns the state and the progress of a step. Raises: UserError, in all processes, if they are damaged."""
         import orbax.checkpoint as ocp
 
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
-        restored = None
-        reason = "another process cannot read it"
+        restored, reason = None, "another process cannot read it"
         try:
             restored = self.manager.restore(step, args=args)
         except Exception as error:  # noqa: BLE001 (tensorstore, JSON and the file system raise for damage)
             reason = describe_error(error)
         if not all(self.layout.gather_values(restored is not None)):
-            return None, reason
+            raise UserError(reason)
         progress = dict(restored.progress)
         if progress.pop("checksum", None) != self.checksum(restored.state, progress):
-            return None, "its checksum is wrong"
-        return (restored.state, progress), ""
+            raise UserError("its checksum is wrong")
+        return restored.state, progress
 
     def set_aside(self, step: int, reason: str) -> None:
         """Renames a damaged state, since the run reaches its step again, and prints a warning."""
