@@ -11,6 +11,8 @@ from models.tokenizer import Tokenizer
 from utils.files import replacing
 from utils.metrics.jsonl import JSONRow, json_value
 
+STORED = {"tokens": np.int32, "mask": bool, "logprobs": np.float32}  # of completions, in files
+STORED |= {"lengths": np.int32, "prompt_lengths": np.int32, "finished": bool}
 NUM_GROUPS = 2  # groups with the long fields that report.html shows as colors
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
 
@@ -57,12 +59,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     """
     completions = episodes.completions
     arrays = {
-        "tokens": np.asarray(completions.tokens, np.int32),
-        "mask": np.asarray(completions.mask, bool),
-        "logprobs": np.asarray(completions.logprobs, np.float32),
-        "lengths": np.asarray(completions.lengths, np.int32),
-        "prompt_lengths": np.asarray(completions.prompt_lengths, np.int32),
-        "finished": np.asarray(completions.finished, bool),
+        **{name: np.asarray(getattr(completions, name), dtype) for name, dtype in STORED.items()},
         "rollout": np.int32(episodes.rollout),
         "failed": episodes.failed,
         "groups": np.arange(len(episodes), dtype=np.int32) // group_size,

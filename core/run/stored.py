@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from core.records import Completions, Episodes
+from core.run.rollouts import STORED
 from utils.files import read_arrays
 from utils.metrics.jsonl import read_lines
 from utils.settings.errors import UserError
@@ -41,12 +42,7 @@ def read_episodes(file: Path) -> Episodes:
     scores = {name.removeprefix("scores/"): np.float32(x) for name, x in arrays.items() if name.startswith("scores/")}
     num_rows = len(arrays["tokens"])
     completions = Completions(
-        tokens=np.int32(arrays["tokens"]),
-        mask=arrays["mask"],
-        logprobs=np.float32(arrays["logprobs"]),
-        lengths=np.int32(arrays["lengths"]),
-        prompt_lengths=np.int32(arrays["prompt_lengths"]),
-        finished=arrays["finished"].astype(bool),
+        **{name: arrays[name].astype(dtype) for name, dtype in STORED.items()},
         slot_steps=np.zeros(num_rows, np.float32),
         num_observed=np.int32(arrays.get("num_observed", np.zeros(num_rows))),
     )
