@@ -1,0 +1,3 @@
+"""What all readers of answers share."""
+
+MAX_BOX = 5000  # characters of an answer in a box, or on a line
