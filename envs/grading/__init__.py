@@ -1,3 +1,1 @@
-"""What all readers of answers share."""
-
 MAX_BOX = 5000  # characters of an answer in a box, or on a line
