@@ -44,7 +44,7 @@ from models.messages import tool_schema
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.tables import Result, check_writable, write_results
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, json_value
 from utils.metrics.logger import printable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
@@ -268,10 +268,10 @@ def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Ep
                 "env_name": result.env_name,
                 "task": task,
                 "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
-                "reference": json_or_text(answer),
+                "reference": json_value(answer),
                 "completions": [sample(env, episodes, i) for i in rollouts],
             }
-            lines.write(json.dumps(record) + "\n")
+            lines.write(json.dumps(record, default=str, skipkeys=True) + "\n")
 
 
 def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
@@ -286,15 +286,6 @@ def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
         "finished": bool(episodes.finished[row]),
         **({"conversation": episodes.conversations[row]} if episodes.conversations else {}),
     }
-
-
-def json_or_text(value: object) -> JSON:
-    """Returns a value as it is if JSON can hold it; if not, its text."""
-    try:
-        json.dumps(value, allow_nan=False)
-        return value
-    except (TypeError, ValueError):
-        return str(value)
 
 
 if __name__ == "__main__":

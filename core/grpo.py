@@ -314,7 +314,7 @@ def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state:
     run.folder.print(f"{run.folder.model_dir}: {parameters}", *notes)
     programs = run_programs(config, workers, learner, state)
     if config.distill.teacher:
-        from core.extensions.teacher_programs import teacher_programs
+        from core.extensions.teacher import teacher_programs
 
         programs.append(teacher_programs(learner, state))
     run.log.compile(programs, True)

@@ -496,7 +496,11 @@ def write_model(
         if split.is_sharded:
             write_json(new / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         for file, names in split.filename_to_tensors.items():
-            save_file({name: read(name).astype(dtype, copy=False) for name in names}, new / file, {"format": "pt"})
+            tensors = {name: read(name).astype(dtype, copy=False) for name in names}
+            try:
+                save_file(tensors, new / file, {"format": "pt"})
+            except SafetensorError as error:  # a full disk, too
+                raise OSError(f"{new / file}: {error}") from error
 
 
 def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:

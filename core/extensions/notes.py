@@ -1,4 +1,4 @@
-"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding."""
+"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters."""
 
 from pathlib import Path
 
@@ -32,7 +32,6 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters, 
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
         describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
-        describe_padding(config.minibatch_size, learner.layout.row_shards),
     ]
     if config.ahead:
         from core.extensions.ahead import describe_ahead
@@ -64,17 +63,6 @@ def check_parts(config: Config, worker: RolloutWorker) -> None:
             raise UserError(
                 f"{option}: no reward of {worker.name} has this part: name some of {', '.join(sorted(found))}"
             )
-
-
-def describe_padding(num_rows: int, shards: int) -> str:
-    """Returns in one line how much of an update is padding if a minibatch has fewer rows than the mesh has parts."""
-    if num_rows >= shards:
-        return ""
-    return (
-        f"{1 - num_rows / shards:.0%} of each update is padding, since --mesh cuts rows into {shards} parts "
-        f"(data x fsdp) and a minibatch has {num_rows}: raise it to {shards} (--ppo_minibatch, --groups_per_batch), or "
-        "give tp more of the devices"
-    )
 
 
 def warn_of_prompts(model_dir: str, worker: RolloutWorker) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree
 
 from core.config import Config
+from core.extensions.programs import outputs_program, zero_batch
 from core.learner import Learner, Update
 from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
@@ -32,6 +33,7 @@ from models.packing import Packing
 from models.state import TrainState
 from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
+from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, counted
 from utils.settings.groups import BETAS, SAMPLED, SELF, SIBLING
@@ -268,9 +270,18 @@ def attach_teacher(
     if options.distill != SAMPLED:
         # Twice: in micro-batches at first, then in minibatches.
         num_bytes = 2 * config.batch_size * bucket(num_columns) * model.hidden_size * jnp.dtype(model.dtype).itemsize
-        check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
+        room = int(USABLE * learner.layout.host_memory)
+        if num_bytes > room:
+            raise UserError(
+                f"--teacher {options.teacher}: its states of a batch need {gigabytes(num_bytes)} GB of the host's "
+                f"memory, which has {gigabytes(room)} GB: lower --groups_per_batch, --group_size or "
+                "--num_generation_tokens, or give --distill sampled, which needs none"
+            )
         if weights := policy or learner.base:
-            beside[TEACHER] = whole_head(weights[head_name(model)], learner)
+            head = weights[head_name(model)]
+            if copied := copied_head(head, learner.model.vocab_size, learner.layout):
+                head = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)(head)
+            beside[TEACHER] = head
     copies = [second_layout(model, head) for head in beside.values()]
     learner = learner.planned(state, (beside, policy, copies))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
@@ -290,13 +301,6 @@ def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout
     if head.shape == size and head.sharding.is_equivalent_to(sharding, head.ndim):
         return None
     return jax.ShapeDtypeStruct(size, head.dtype, sharding=sharding)
-
-
-def whole_head(head: Array, learner: Learner) -> Array:
-    """Returns the teacher's head as updates read it: see `copied_head`."""
-    if copied := copied_head(head, learner.model.vocab_size, learner.layout):
-        return jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)(head)
-    return head
 
 
 def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
@@ -408,16 +412,20 @@ def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
         )
 
 
-def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
-    """Raises UserError for arrays that wait for updates and do not fit into the host's memory."""
-    room = int(USABLE * layout.host_memory)
-    if num_bytes > room:
-        raise UserError(
-            f"{what} need {gigabytes(num_bytes)} GB of the host's memory, which has {gigabytes(room)} GB: lower "
-            "--groups_per_batch, --group_size or --num_generation_tokens, or give --distill sampled, which needs none"
-        )
-
-
 def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
     """Returns the shape of the copy in another layout that an update on TPU makes of a teacher's head, or None."""
     return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on(model, "tpu") else None
+
+
+def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
+    """Yields the programs by which a teacher reads a batch, and by which an average of policies moves."""
+    policy, teacher = learner.teaching_policy(state), learner.teacher
+    for shape in teacher.shapes_without_gradients:
+        batch, packing = zero_batch(teacher, shape)
+        batch = replace(batch, support=None, routes=None, extras={})
+        if isinstance(teacher, StateLearner):
+            yield hidden_states, (teacher.model, policy, batch.tokens, packing)
+        else:
+            yield outputs_program(teacher, policy, batch, packing)
+    if kept := state.extra.get(TEACHER):
+        yield move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from envs.base import Env
 from envs.prompts import Encode
 from utils.devices.sharding import Layout
-from utils.metrics.jsonl import JSON, read_json
+from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -75,18 +74,3 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
                 f"processes see different contents of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"
             )
-
-
-def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data") -> list[str]:
-    """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
-
-    Returns each change in words. `old_ones`: what is to be used again, in the advice.
-
-    Raises: UserError naming what has changed, unless `resume` is "force".
-    """
-    from utils.runs.resume import refuse_changes
-
-    old = read_json(before) if before.exists() else {}
-    lines = [f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new]
-    advice = f"use the old {old_ones}, --resume force, or another --save_dir"
-    return refuse_changes(before.parent, "data", lines, resume, advice)

@@ -12,10 +12,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from core.run.card import find_version
-from core.run.fingerprints import compare_processes, compare_runs
+from core.run.fingerprints import compare_processes
 from models.checkpoint import find_adapters, find_local, resolve_model_dir
 from models.tokenizer import date_prompts
 from utils.devices.sharding import Layout
@@ -26,17 +25,10 @@ from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
 from utils.settings.errors import UserError
-from utils.settings.groups import RunConfig
+from utils.settings.groups import TrainConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
 OF_PROMPTS = "chat template, tokenizer and release of transformers"  # they make the tokens of prompts
-
-
-class RunSettings(Protocol):
-    """Settings of a training run: composed groups, of which core/run/ reads one."""
-
-    model_dir: str
-    run: RunConfig
 
 
 class RunFolder:
@@ -45,7 +37,7 @@ class RunFolder:
     Raises: UserError if the folder cannot be made, or is in use.
     """
 
-    def __init__(self, config: RunSettings, layout: Layout, name: str):
+    def __init__(self, config: TrainConfig, layout: Layout, name: str):
         self.config, self.layout, self.options = config.run, layout, options_of(type(config))
         self.model_dir, self.version = resolve_model_dir(config.model_dir), find_version()
         settings = to_dict(config) | {"model_dir": self.model_dir}
@@ -86,7 +78,7 @@ class RunFolder:
         before, self.fingerprints = {}, dict(fingerprints)
         self.changes: list[str] = []  # by --resume force, in words
         if is_resumed:
-            from utils.runs.resume import check_settings
+            from utils.runs.resume import check_data, check_settings
 
             config_json = self.path / "config.json"
             _, before = read_settings(config_json)
@@ -95,7 +87,7 @@ class RunFolder:
         date_prompts(self.before["start"])  # so that a run continues with the prompts that it began with
         compare_processes(fingerprints, self.layout)
         if is_resumed:
-            self.changes += compare_runs(self.path / "data.json", fingerprints, self.config.resume)
+            self.changes += check_data(self.path / "data.json", fingerprints, self.config.resume)
 
     def begin(self, resume_step: int, prompts: Mapping[str, str]) -> list[RunSegment]:
         """Writes config.json and data.json; `resume_step`: -1 for a new run; `prompts`: fingerprints of their tokens.
@@ -104,7 +96,9 @@ class RunFolder:
         Raises: UserError if the run is resumed, and its prompts are now other tokens.
         """
         if resume_step >= 0:
-            self.changes += compare_runs(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
+            from utils.runs.resume import check_data
+
+            self.changes += check_data(self.path / "data.json", prompts, self.config.resume, OF_PROMPTS)
         old = self.before.get("segments", [])  # of which a state may be damaged now
         segments = [segment | {"step": min(segment["step"], resume_step)} for segment in old]
         segments += [{"step": resume_step, "text": "; ".join(self.changes)}] if self.changes else []

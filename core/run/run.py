@@ -10,7 +10,7 @@ from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker
 from core.run.card import GRPO, METHODS, ModelCard
 from core.run.fingerprints import fingerprint_code, fingerprint_env, fingerprint_prompts
-from core.run.folder import RunFolder, RunSettings
+from core.run.folder import RunFolder
 from core.run.log import FIRST, Log
 from core.run.report import describe_end, draw_report, resuming_command
 from core.run.states import States, saved_tokenizer
@@ -25,6 +25,7 @@ from utils.metrics.terminal import waiting
 from utils.runs.origin import describe_segment
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError, describe_file_error
+from utils.settings.groups import TrainConfig
 
 Evaluate = Callable[[TrainState, int], dict[str, float]]  # returns the scores of a state; empty: nothing is held out
 SELECTION_SCORE = "test_env/return"  # score by which --save_best chooses
@@ -44,7 +45,7 @@ class Run:
 
     def __init__(
         self,
-        config: RunSettings,
+        config: TrainConfig,
         layout: Layout,
         environments: Mapping[str, RolloutSettings],
         command: str = GRPO,

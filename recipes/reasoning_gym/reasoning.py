@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from envs.base import Env, Problem, choose_split
 from envs.grading.answers import extract_answer
 from recipes.reasoning_gym.verifiers import AUDITED, check_release, may_be_verified
-from utils.settings.checks import load_yaml, read_text
+from utils.settings.checks import read_yaml
 from utils.settings.errors import UserError, check_installed
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
@@ -157,7 +157,7 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
         path = Path(os.path.expanduser(text))
         if not path.is_file():
             raise UserError(f"datasets={text} names no file that exists: correct the path")
-        rows = load_yaml(read_text(path), str(path))
+        rows = read_yaml(path, str(path))
         if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
             rows = rows["data"]
             size = rows.get("size", 0)

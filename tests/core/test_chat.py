@@ -12,12 +12,13 @@ import time
 
 import pytest
 
-from core.chat.models import ChatModel, ChatModelConfig, prompt_styles
+from core.chat.models import ChatModelConfig, load_chat_models, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
 from core.sampling import SamplingCommand, encode_row, read_prompts
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT
 from tests.scripted import Scripted
+from utils.devices.sharding import single_device
 from utils.settings.errors import UserError
 
 
@@ -103,6 +104,11 @@ def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path
     assert alone == base.encode(text), "a model without a record of training as its template has it"
 
 
+def test_a_conversation_and_its_reply_fill_the_context():
+    (model,) = load_chat_models([str(ROOT / "models/tiny")], SamplingCommand(), single_device())
+    assert model.sampler.max_prompt_tokens + model.sampler.max_new_tokens == model.sampler.model.num_positions
+
+
 def take_terminal():
     """Makes standard input the terminal whose Ctrl-C goes to this process; runs in the child."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -137,12 +143,6 @@ def test_the_command_talks_on_a_terminal():
     read_until(b"> ")
     os.write(ours, b"\x04")
     assert process.wait(60) == 0
-
-
-@pytest.mark.parametrize("text", ["\ud83d", "a\udcff"])
-def test_half_characters_are_refused_in_a_sentence(text):
-    with pytest.raises(UserError, match="it holds"):
-        ChatModel.reply(None, [{"role": "user", "content": text}], print)
 
 
 PROMPT_FILES = {

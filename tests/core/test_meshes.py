@@ -17,7 +17,6 @@ from bench import hlo, scaling
 from core import grpo
 from core.advantages import ObjectiveConfig
 from core.config import Config
-from core.extensions.notes import describe_padding
 from core.learner import accumulate, apply_gradients
 from core.records import Batch, Completions
 from core.sampler import Sampler
@@ -383,11 +382,6 @@ def test_copies_stand_on_slices():
     assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbors first"
     with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
         arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)
-
-
-def test_more_parts_of_a_mesh_than_rows_are_reported():
-    assert describe_padding(num_rows=64, shards=64) == ""
-    assert describe_padding(num_rows=64, shards=256).startswith("75% of each update is padding")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages
+from core.advantages import ObjectiveConfig, compute_advantages
 from core.records import Batch
 from core.rollout import collect_scores
 from envs.own.adapters import Played
-from envs.own.functions import KeyColumns, RewardFunctions
+from envs.own.functions import RewardFunctions
 from envs.scoring.scorer import Scorer
 from tests.learning import make_config
 from utils.evaluation.estimates import mean_and_ci, paired_difference, task_estimates
@@ -17,7 +17,6 @@ REWARDS = """
 def judge(completions, **columns): return [None if c == "?" else float(c) for c in completions]
 def short(completions, **columns): return [float(len(c) < 2) for c in completions]
 """
-REPLIES = ["1", "1", "0", "?", "2", "?", "?", "1", "?", "?", "?", "3"]  # of three problems; the last has no signal
 G = 4
 
 
@@ -31,7 +30,7 @@ def batch_of(names: str, replies: list[str]) -> Batch:
     """The batch of single tokens of these replies, graded by functions of TRL."""
     row = {"prompt": "p", "answer": "a"}
     groups = [replies[start : start + G] for start in range(0, len(replies), G)]
-    graded = [RewardFunctions(names).grade([*map(Played, group)], row, KeyColumns()) for group in groups]
+    graded = [RewardFunctions(names).grade([*map(Played, group)], row) for group in groups]
     parts, B = collect_scores(sum(graded, []), ()), len(replies)
     return Batch(
         tokens=np.zeros((B, 2), np.int32),
@@ -50,37 +49,6 @@ def batch_of(names: str, replies: list[str]) -> Batch:
 
 def z(x: list[float]) -> list[float]:
     return [(r - np.mean(x)) / np.std(x) for r in x]
-
-
-GROUPS = {0: [1, 1, 0], 4: [2, 1], 8: [3]}  # the scores that there are
-BY_GROUP = {
-    "group_zscore": z,
-    "group_mean": lambda x: [r - np.mean(x) for r in x],
-    "rloo": lambda x: [r - np.mean(x[:i] + x[i + 1 :]) for i, r in enumerate(x)],
-    "maxrl": lambda x: [r / np.mean(x) - 1 for r in x],
-    "best_k": lambda x: [1.0 if r in sorted(x)[-2:] else np.nan for r in x],
-    "reinforce": lambda x: x,
-    "none": lambda x: [0.0] * len(x),
-}
-OF_ALL = {  # with the group of one, which methods within groups leave out
-    "reinforce++_baseline": lambda: z([r - np.mean(x) for x in (GROUPS[0], GROUPS[4]) for r in x]),
-    "batch_zscore": lambda: z(sum(GROUPS.values(), [])),
-    "gae": lambda: z(sum(GROUPS.values(), [])),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name[:5] != "turn_" and name != "gdpo"])
-def test_replies_without_a_score_leave_each_estimator(rewards, name):
-    found = compute_advantages(batch_of(rewards + "judge", REPLIES), make_config(ObjectiveConfig, advantage=name))
-    has_groups_of_one = name in ("reinforce", "none", "batch_zscore", "gae")
-    places = [0, 1, 2, 4, 7, *[11] * has_groups_of_one]
-    if name in BY_GROUP:
-        expected = [a for start in (0, 4, *[8] * has_groups_of_one) for a in BY_GROUP[name](GROUPS[start])]
-    else:
-        expected = OF_ALL[name]()
-    kept = [(place, a) for place, a in zip(places, expected, strict=True) if not np.isnan(a)]
-    assert found.rollout.tolist() == [place for place, _ in kept]
-    np.testing.assert_allclose(found.advantages[:, 1], [a for _, a in kept], rtol=1e-5, atol=1e-6)
 
 
 def test_a_part_without_a_score_is_left_out_of_gdpo(rewards):

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
+from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages
 from core.config import Config
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import OBJECTIVES, LossConfig, policy_loss, set_loss_denominators
+from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from core.terms.critic import value_loss
 from core.terms.ratios import LOG_RATIOS, reduce_metrics
@@ -438,15 +436,6 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
 
 
-def test_group_has_no_signal_with_fewer_than_two_grades():
-    config = ObjectiveConfig()
-    rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
-    signal = has_signal(np.float32(rewards).reshape(-1, G), config)
-    assert signal.tolist() == [False, False, True, True]
-    found = compute_advantages(random_batch(0, rewards), config)
-    assert found.rollout.tolist() == [9, 10, 12, 13, 15]
-
-
 def test_group_leaves_if_a_failed_grader_makes_it_nan(monkeypatch):
     mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
     # An advantage of a user.
@@ -473,23 +462,6 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
         assert not found.advantages[found.rollout < 4].any()
         assert found.advantages[found.rollout >= 4].any()
         assert "; A = mine" in describe_objective(config)
-
-
-def test_a_loss_of_ones_own_reads_its_options(monkeypatch):
-    read = []
-
-    def mine(logprobs, batch, config: LossConfig):
-        read.append((config.clip_epsilon, config.clip_epsilon_high, config.dual_clip, config.kl_coef))
-        low, high = config.clip_range
-        return (high - low) * -jnp.sign(batch.advantages) * logprobs, jnp.zeros(logprobs.shape, bool)
-
-    # A loss of a user.
-    monkeypatch.setitem(OBJECTIVES, "reinforce", jaxtyped(mine, typechecker=beartype))
-    config = objective_of(objective="reinforce", clip_epsilon=0.25, dual_clip=3.0, entropy_coef=0.0)
-    batch = set_loss_denominators(credited(ObjectiveConfig(), seed=1)[0], ROLLOUTS, LIMIT, config.policy)
-    grad, _ = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch, config)
-    assert_close(grad, -0.5 * np.sign(batch.advantages) / batch.mask.sum(), B * T)
-    assert read == [(0.25, 0.25, 3.0, None)]
 
 
 # The value loss
@@ -692,13 +664,6 @@ def test_refusals_name_the_flag(flags, named):
         objective_of(**flags)
 
 
-def test_the_description_names_the_options_that_are_set():
-    assert describe_objective(objective_of(advantage="group_mean")) == "minimize token_mean of ppo; A = group_mean"
-    config = objective_of(objective="gspo", loss_normalization="sequence_mean", clip_epsilon=3e-4, kl_coef=0.1)
-    words = "minimize sequence_mean of gspo; A = group_zscore (clip_epsilon 0.0003, kl_coef 0.1)"
-    assert describe_objective(config) == words
-
-
 @pytest.mark.parametrize(
     ("flags", "is_same"),
     [
@@ -775,16 +740,6 @@ def test_sums_of_turns_are_equal_in_any_order():
     assert found.advantages[turn_of == 2].all()
 
 
-def test_groups_of_equal_sums_are_kept_where_turns_differ():
-    """All solve it, after one, two and three turns; and two whose rewards come in another order."""
-    rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
-    batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
-    found = compute_advantages(batch, objective_of(advantage="turn_mean"))
-    assert found.rollout.tolist() == [4, 5, 6, 7]
-    assert found.advantages.any(axis=1).all()
-    assert not len(compute_advantages(batch, objective_of(advantage="group_mean")))
-
-
 @pytest.mark.parametrize("advantage", ["turn_mean", "turn_zscore"])
 def test_turns_are_compared_by_their_rewards_to_go(advantage):
     """Against loops over groups and turns in float64; one grader failed, one row is dropped and stays in its group."""
@@ -808,11 +763,3 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
             expected = {"turn_mean": centered, "turn_zscore": centered / spread}[advantage]
             np.testing.assert_allclose(advantages[turn_of[row] == number], expected, rtol=1e-5, atol=1e-6)
         assert not advantages[turn_of[row] < 0].any()
-
-
-def test_single_replies_have_one_turn():
-    for kind in ("mean", "zscore"):
-        configs = [objective_of(advantage=f"{level}_{kind}") for level in ("turn", "group")]
-        found = [compute_advantages(random_batch(1), config).advantages for config in configs]
-        assert found[0].any()
-        np.testing.assert_array_equal(*found)

@@ -3,7 +3,7 @@
 import json
 import re
 import runpy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -91,56 +91,6 @@ def mistake(line: str, capsys, settings: type = Composed) -> str:
     message = capsys.readouterr().err
     assert message.count("\n") == 1, f"one sentence, no traceback: {message}"
     return message
-
-
-def test_options_reach_their_group():
-    config = read("--temperature 0.5 --lr 2 --seed 3")
-    assert (config.sampling.temperature, config.loop.lr, config.seed) == (0.5, 2.0, 3)
-    assert config == Composed(Loop(lr=2.0), Copies(temperature=0.5), seed=3)
-
-
-def test_options_of_groups_and_of_base_classes_are_the_same():
-    composed, inherited = options_of(Composed), options_of(Inherited)
-    assert {name: replace(known, group="") for name, known in composed.items() if name != "seed"} == inherited
-    groups = dict.fromkeys(("lr", "do_group_filter", "ckpt_dir"), "loop") | {"seed": ""}
-    assert {name: known.group for name, known in composed.items()} == dict.fromkeys(composed, "sampling") | groups
-    sharding = composed["sharding"]
-    assert (sharding.default, sharding.choices, sharding.resumable) == ("dp", ["dp", "fsdp"], True)
-    assert composed["group_size"].essential
-    assert not composed["group_size"].resumable
-
-
-def test_names_are_unique_and_groups_hold_options_only():
-    @dataclass(frozen=True)
-    class Twice:
-        first: Sampling = group(Sampling)
-        second: Copies = group(Copies)
-
-    @dataclass(frozen=True)
-    class Listed:
-        names: tuple[str, ...] = ()
-
-    with pytest.raises(AssertionError, match="--temperature is an option of both first and second"):
-        parse(Twice, [])
-    with pytest.raises(AssertionError, match="names: an option is a bool, int, float or str"):
-        parse(Listed, [])
-
-
-def test_a_group_may_hold_groups_and_flags_stay_flat():
-    @dataclass(frozen=True)
-    class Nested:
-        inner: Composed = group(Composed)
-        name: str = option("x", "A name")
-
-    options = options_of(Nested)
-    assert [*options] == [*options_of(Composed), "name"]
-    assert (options["lr"].group, options["seed"].group, options["name"].group) == ("inner.loop", "inner", "")
-    config = parse(Nested, ["--lr", "2", "--seed", "3", "--name", "y"])
-    assert config == Nested(Composed(Loop(lr=2.0), seed=3), name="y")
-    assert config == make_config(Nested, **to_dict(config))
-    assert with_options(config, lr=1.0).inner == Composed(Loop(lr=1.0), seed=3)
-    with pytest.raises(UserError, match="seed must not be above"):
-        make_config(Nested, seed=3, group_size=2)
 
 
 @both
@@ -501,13 +451,6 @@ def test_page_for_users_of_trl_names_options_with_their_defaults(config, num_def
     assert found == {name: options[name].default for name in defaults}
     for name, value in re.findall(r"`--(\w+) (\w+)`", page):
         assert value in options[name].choices
-
-
-@pytest.mark.parametrize("command", [eval.EvalCommand, sampling.SamplingCommand], ids=["eval", "sampling"])
-def test_commands_have_no_option_that_only_training_reads(command):
-    of_training = {"test_env_name", "test_interval"}
-    assert of_training <= options_of(grpo.Config).keys()
-    assert not of_training & options_of(command).keys()
 
 
 def test_ctrl_c_ends_a_command_in_one_line(capsys):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from utils.metrics.health import QUIET, SYMPTOMS, HealthChecks
-from utils.metrics.logger import Logger
 from utils.reporting.verdict import judge
 
 CASES = {  # metric: its value in a run in order, in one that is not, and words of the warning
@@ -74,15 +73,6 @@ def test_after_a_ruinous_update_no_other_advice_is_given(jump):
     assert HealthChecks().find_warnings(1, EQUAL | {"env/finished": 0.1}).keys() == {*EQUAL, "env/finished"} - {
         "env/return", "env/return_spread", "rollout/num_rollouts"
     }  # fmt: skip
-
-
-def test_warnings_reach_the_terminal_once(tmp_path, capsys):
-    assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == {} == HealthChecks().find_warnings(1, {})
-    with Logger(tmp_path) as logger:
-        logger.line(1, {"env/finished": 0.1})
-        logger.line(2, {"env/finished": 0.1})
-    found = capsys.readouterr().out.count("warning: only 10% of the completions end before the limit")
-    assert found == 1
 
 
 @pytest.mark.parametrize(("num_failed", "names_it"), [(8, True), (5, True), (4, False)])

@@ -28,17 +28,6 @@ def test_numbers_of_all_kinds_become_valid_json(tmp_path):
         assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
 
 
-def test_resuming_drops_repeated_steps_and_half_lines(tmp_path):
-    with Logger(tmp_path) as logger:
-        for step in range(5):
-            logger.log(step, {"x": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"global_st')
-    with Logger(tmp_path, resume_step=2) as logger:
-        logger.log(3, {"x": "again"})
-    assert [line["x"] for line in lines(tmp_path)] == [0, 1, 2, "again"]
-
-
 DAMAGE = {  # of the line of step 1
     "a byte that is not UTF-8": lambda line: b"\xff" + line,
     "no step": lambda line: b'{"x": 1}',
@@ -64,13 +53,6 @@ def test_damaged_lines_are_dropped_with_a_warning(kind, tmp_path, capsys):
         read()
         assert re.search(r"warning: .*metrics.jsonl: . damaged lines skipped \(line 2\)", capsys.readouterr().err)
     assert file.read_bytes() == intact[0] + intact[2]
-
-
-def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
-    metrics = {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan}
-    with Logger(tmp_path) as logger:
-        logger.line(7, metrics)
-    assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
 
 
 def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
@@ -146,18 +128,6 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     assert "reward 1" in shown
     assert all(c == "\n" or c.isprintable() for c in shown)
     assert len(shown) < 2000
-
-
-def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
-    # The user's own wish.
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    with Logger(tmp_path) as logger:
-        logger.sample("step 1", "p", "c", 1.0)
-        assert "\x1b" not in capsys.readouterr().out
-        # A terminal.
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        logger.sample("step 1", "p", "c", 1.0)
-        assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
 
 
 def test_resumed_run_keeps_warnings_of_steps_before(tmp_path):

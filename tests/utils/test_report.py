@@ -557,24 +557,6 @@ def test_pages_of_rollouts_and_their_colors(chromium, tmp_path):
     page.check()
 
 
-def test_filters_and_orders(chromium, tmp_path):
-    rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
-    page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
-    narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
-    for name, value, expected in narrower:
-        page.choose(name, value)
-        assert len(page.texts("#rollouts article")) == expected, name
-    for name in ("step", "group", "least", "most", "search"):
-        page.choose(name, "")
-    for order, first in (("-return", "1.5"), ("+return", "0"), ("-advantage", "1.5")):
-        page.choose("order", order)
-        assert page.texts("#rollouts article:first-child .reward") == [first], order
-    assert page.texts("#place") == ["1 to 10 of 24"]
-    page.choose("search", "<b>count")
-    assert page.texts("#place") == ["1 to 10 of 16"], "prompts are searched, too"
-    page.check()
-
-
 def write_run_with_held_out_problems(folder: Path) -> Path:
     """Writes a run of 33 steps, the last three without an evaluation; of its problems one is gained."""
     talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]
@@ -615,23 +597,7 @@ def test_held_out_problems_and_changed_settings_are_shown(chromium, tmp_path):
     other = write_run(tmp_path / "other", test_env_name="b")
     page = Page(chromium, [run, other], tmp_path / "two.html")
     assert "different tasks (reward, test_env_name differ)" in page.texts("#tasks")[0]
-    assert_fits_a_phone(chromium, page)
     page.check()
-
-
-def assert_fits_a_phone(chromium, page: Page) -> None:
-    phone = {"width": 390, "height": 600, "deviceScaleFactor": 1, "mobile": False}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    try:
-        for name in ("curves", "rollouts", "settings"):
-            page.run(f"document.querySelector('nav a[href=\"#{name}-title\"]').click()")
-            edges = "return [document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]]]"
-            (top,) = page.run(edges, f"#{name}-title", "top")
-            (end,) = page.run(edges, ".bar", "bottom")
-            assert top >= end, f"{name}: the bar covers the heading"
-        assert page.run("return document.documentElement.scrollWidth") <= 390, "no sideways scrolling"
-    finally:
-        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
@@ -700,20 +666,6 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
     page.run("document.querySelector('.events li a:last-child').click()")
     found = page.texts("#rollouts article:first-child .facts span:nth-child(2)")
     assert found == [f"step {warning.split()[1]}"]
-    page.check()
-
-
-def test_page_of_40_steps_is_light_and_names_its_source(chromium, tmp_path):
-    rows = [colored_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
-    run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
-    origin = {"host": "<b>here", "end": None, "seconds": 7400}
-    (run / "config.json").write_text(json.dumps({"lr": 1.0, "run": origin}))
-    page = Page(chromium, [run], tmp_path / "report.html")
-    assert page.seconds < 2
-    assert (tmp_path / "report.html").stat().st_size < 2e6
-    assert page.texts("#origin tr") == ["host<b>here", "endnot yet, or it was killed", "total time2 h 3 min"]
-    assert "loads itself again" in page.texts("#live")[0]
-    assert page.texts("#settings th") == ["lr"]
     page.check()
 
 

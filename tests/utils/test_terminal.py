@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.rollout import evaluate_held_out
 from tests.helpers import ROOT
-from utils.metrics.terminal import Wait, main_terminal
+from utils.metrics.terminal import COMPILED, Terminal, Wait
 
 WAITS = """
 import sys, time
@@ -44,14 +43,11 @@ def test_rows_and_tokens_are_counted_over_calls_and_chains():
     assert counted == [(1, 10), (1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
 
 
-def test_an_evaluation_in_the_middle_of_a_run_says_what_it_is():
-    def num_eval_tasks(_):
-        raise KeyError(*[wait.name for wait in main_terminal().waits])
-
-    worker = SimpleNamespace(num_eval_tasks=num_eval_tasks)
-    config = SimpleNamespace(num_eval_tasks=1, num_eval_samples=1)
-    with pytest.raises(KeyError, match="'held-out problems'"):
-        evaluate_held_out({"test_env": worker}, {}, config, 0)
+def test_a_compilation_ends_by_its_own_event():
+    state = SimpleNamespace(waits=[Wait("sampling")], compiling="decode", num_programs=1)
+    for event, compiling, seconds in (("/jax/other", "decode", 0.0), (COMPILED, None, 2.0)):
+        Terminal.on_compilation(state, event, 2.0)
+        assert (state.compiling, state.waits[0].compile_seconds) == (compiling, seconds)
 
 
 def read_until_closed(terminal: int) -> str:

@@ -80,9 +80,9 @@ class Terminal:
 
     def on_compilation(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
         """Records the start and the end of a compilation; JAX calls it in the thread that compiles."""
-        if name := lowered_program(event, fun_name):
+        if event == LOWERED:
             self.num_programs += 1
-            self.compiling = Wait(f"compiling {name}, program {self.num_programs}")
+            self.compiling = Wait(f"compiling {program_name(fun_name)}, program {self.num_programs}")
         elif event == COMPILED:
             self.compiling = None
             for wait in self.waits:
@@ -118,11 +118,6 @@ class Terminal:
             sys.stderr.write(f"\r\x1b[K{text}\r")
             sys.stderr.flush()
         self.is_drawn = bool(text)
-
-
-def lowered_program(event: str, fun_name: str) -> str:
-    """Returns the name of the program that XLA is about to compile, from an event of JAX; empty for other events."""
-    return program_name(fun_name) if event == LOWERED else ""
 
 
 def program_name(fun_name: str) -> str:

@@ -1,9 +1,9 @@
-"""Comparison of a run's settings with the settings of the run that it resumes."""
+"""Comparison of a run's settings and data with those of the run that it resumes."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, read_json
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import OptionField
@@ -51,6 +51,18 @@ def changed_settings(
         for name, value in settings.items()
         if name not in free and not options[name].resumable and comparable(old[name]) != comparable(value)
     }
+
+
+def check_data(file: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data") -> list[str]:
+    """Compares with the fingerprints in `file`, of the run that is resumed; returns each change in words.
+
+    Environments that it lacks are new. `old_ones`: what is to be used again, in the advice.
+    Raises: UserError naming what has changed, unless `resume` is "force".
+    """
+    old = read_json(file) if file.exists() else {}
+    lines = [f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new]
+    advice = f"use the old {old_ones}, --resume force, or another --save_dir"
+    return refuse_changes(file.parent, "data", lines, resume, advice)
 
 
 def refuse_changes(folder: Path, noun: str, changes: list[str], resume: str, advice: str) -> list[str]:

@@ -36,19 +36,13 @@ def check_password(name: str, value: object) -> None:
         raise UserError(f"{name} has {HIDDEN} for a password, which is never written down: give the address again")
 
 
-def read_text(path: Path) -> str:
-    """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
-
-
-def load_yaml(text: str, name: str) -> object:
-    """Returns the value of YAML or JSON; `name` is that of the file. Raises: UserError for anything else."""
+def read_yaml(file: Path, name: str) -> object:
+    """Returns the value of a file of YAML or JSON; `name`: of it in errors. Raises: UserError for anything else."""
     import yaml  # here: it takes a quarter of the time in which a command finds a wrong option
 
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(file.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{name} is not YAML ({' '.join(str(error).split())}): correct it") from error

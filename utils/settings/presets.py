@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from utils.settings.checks import load_yaml, read_text
+from utils.settings.checks import read_yaml
 from utils.settings.errors import UserError, describe_error, most_similar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def read_preset(path: str) -> Preset:
     file = find_file(path)
     if file.suffix == ".py":
         return run_file(file, path)
-    preset = to_mapping(load_yaml(read_text(file), path) or {}, path)
+    preset = to_mapping(read_yaml(file, path) or {}, path)
     options, _ = split_origin(preset)
     return expand_data_block(options, file)
 

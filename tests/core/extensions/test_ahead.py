@@ -234,16 +234,3 @@ def test_wrong_settings_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit):
         parse(Config, arguments(**FLAGS | flags))
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "trusts_sampler"),
-    [
-        ({}, True),
-        ({"objective": "dppo"}, True),
-        ({"importance_correction": "truncate"}, False),
-        ({"ahead": 0}, False),
-    ],
-)
-def test_old_logprobs_are_the_samplers_unless_they_are_corrected(flags, trusts_sampler):
-    assert parse(Config, arguments(**FLAGS | flags)).trusts_sampler == trusts_sampler

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.extensions.bins import TaskBins, bin_weights
+from core.extensions.bins import TaskBins
 from core.records import Progress
 from envs import make_env
 from tests.helpers import read_jsonl, slow, train_here
@@ -166,12 +166,6 @@ def test_bins_are_named_by_values(tmp_path):
     names = ["dataset", "dataset-valid", "dataset-test"]
     found = [make_env(name, path=str(tmp_path / "rows.jsonl"), bin="level").bins() for name in names]
     assert sorted(sum(found, [])) == ["1", "1", "2", "2", "2.5", "low"]
-
-
-def test_weights_are_chances_of_signal_with_a_floor():
-    weights = bin_weights(np.array([0.0, 0.5, 1.0]), 8)
-    np.testing.assert_allclose(weights, np.array([0.05 / 3, 1, 0.05 / 3]) / (1 + 0.1 / 3))
-    np.testing.assert_allclose(bin_weights(np.array([0.2, 0.8]), 8), 0.5)
 
 
 @pytest.mark.parametrize(("name", "options", "found"), [("countdown", {"mixture": "2+3", "num_tasks": 6}, "232323")])

@@ -106,16 +106,6 @@ def test_scores_are_compared_since_their_meaning_changed():
     assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
 
 
-def test_the_loss_of_held_out_replies_is_in_the_card():
-    losses = {"test_data/loss": [2.0, 1.5, 1.0], "test_data/loss_ci": [0.1] * 3}
-    run = {name: (np.array([0.0, 10, 20]), np.array(column)) for name, column in losses.items()}
-    text = card_of(**HELD_OUT).render(Progress(23), run)
-    assert text.endswith(
-        "| loss of held-out replies, nats a token | 2 [1.9, 2.1] (step 0) | 1 [0.9, 1.1] (step 20) |\n"
-    )
-    assert cards.NO_SCORES not in text
-
-
 def test_a_readme_of_ones_own_is_kept(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-tied")
     folder = tmp_path / "model"

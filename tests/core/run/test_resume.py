@@ -526,19 +526,6 @@ def test_folder_in_use_is_refused_before_a_model_is_loaded(whole, tmp_path):
     assert not (folder / lock.NAME).exists()
 
 
-@pytest.mark.slow
-def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
-    for save_dir in ({"save_dir": "run"}, {}):
-        flags = arguments(**FLAGS, **save_dir)
-        pair = [start(flags, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
-        said = [process.communicate(timeout=600) for process in pair]
-        assert sorted(process.returncode for process in pair) == ([0, 2] if save_dir else [0, 0]), said
-        assert sum("is in use by process" in error for _, error in said) == len(save_dir)
-    first, *others = [records(path.parent) for path in tmp_path.glob("**/metrics.jsonl")]
-    assert len(first) == STEPS + 1
-    assert others == [first, first]
-
-
 def test_default_folders_are_never_shared(tmp_path, monkeypatch):
     # Default folders are made here, on one day.
     monkeypatch.chdir(tmp_path)

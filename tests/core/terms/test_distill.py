@@ -25,7 +25,7 @@ from core.extensions.teacher import (
     successful_siblings,
 )
 from core.learner import Learner, accumulate
-from core.records import TEACHER_COEFFICIENTS, Batch, Episodes
+from core.records import Batch, Episodes
 from core.terms.distill import TEACHER_LOGPROBS, ComparedDistribution
 from envs.base import Problem
 from models import decoder
@@ -37,10 +37,8 @@ from tests.kill_runs import FLAGS, ROOT, checksum, records
 from tests.learning import SGD, assert_same_gradient, first_state, make_learner, random_batch
 from tests.oracles.divergences import divergence64, log_softmax
 from tests.processes import on_four_devices
-from utils.batching import select_rows
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.metrics.health import HealthChecks
 from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import UserError
 from utils.settings.groups import BETAS, SAMPLED, SIBLING
@@ -467,20 +465,3 @@ def test_ids_that_only_pad_the_teacher_get_no_probability():
         found = teachers.without_padding(replace(model, vocab_size=208), padded, 200, layout)
         assert found[0] == model
         np.testing.assert_array_equal(scores_of(*found, tokens).logprobs, scores_of(model, params, tokens).logprobs)
-
-
-def test_truncated_completions_are_warned_of_with_a_remedy():
-    learner = taught()
-    coefficients = np.float32([0] * 2 + [1] * 6)
-    batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={TEACHER_COEFFICIENTS: coefficients})
-    updates = [SimpleNamespace(minibatch=select_rows(batch, np.arange(8)))]
-    original = Learner.metrics
-    Learner.metrics = lambda self, updates: {}
-    try:
-        metrics = learner.metrics(updates)
-    finally:
-        Learner.metrics = original
-    assert metrics == {"distill/rows_not_taught": 0.25, "distill/cut_off": 0.5}
-    (warning,) = HealthChecks().find_warnings(1, metrics).values()
-    assert "50% of the completions are truncated" in warning
-    assert "--kl_coef" in warning
