@@ -42,7 +42,7 @@ from models.checkpoint import load_model
 from models.messages import Message, tool_schema
 from models.names import Weights
 from models.tokenizer import Tokenizer
-from recipes.agents.protocol import ChatRequest, Sampled, reply_message, template_message
+from recipes.agents.protocol import ChatMessage, ChatRequest, Sampled, reply_message
 from utils.devices.sharding import single_device
 from utils.threefry import make_key
 
@@ -221,8 +221,8 @@ def with_calls(tokenizer: Tokenizer, ids: Sequence[int], text: str, dialect: Dia
     """Returns a reply as a client gets it: its calls are `tool_calls`."""
     calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
     tool = {"type": "function", "function": {"name": "any"}}
-    request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], "tools": [tool]})
-    return template_message(reply_message(request, Sampled(Reply(text, calls)), dialect), "")
+    request = ChatRequest(messages=[{"role": "user", "content": "?"}], tools=[tool])
+    return ChatMessage(**reply_message(request, Sampled(Reply(text, calls)), dialect)).for_template("")
 
 
 def main() -> None:

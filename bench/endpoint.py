@@ -27,9 +27,8 @@ from bench.serving import OURS, served
 from envs.base import Reply
 from models.checkpoint import find_checkpoints
 from models.tokenizer import load_tokenizer
+from recipes.agents.endpoint import Asked, Endpoint, Session
 from recipes.agents.protocol import ChatRequest, Sampled
-from recipes.agents.server import Caller, Server
-from recipes.agents.sessions import Asked, Dialogue, Endpoint, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 600  # seconds of a client
@@ -169,8 +168,7 @@ class Script(Endpoint):
     context = 4096
 
     def __init__(self):
-        handlers = {"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models}
-        super().__init__(Server(handlers), "policy", "qwen")
+        super().__init__("policy", "qwen")
         self.tokenizer = load_tokenizer("models/tiny")
         self.turns: Counter[str] = Counter()
         self.asked: list[tuple[str, Asked]] = []
@@ -178,13 +176,13 @@ class Script(Endpoint):
     def take_row(self, session: Session) -> int:
         return len(self.dialogues)
 
-    def session_of(self, caller: Caller) -> Session:
-        return Session(caller.key)
+    def session_of(self, key: str) -> Session:
+        return Session(key)
 
-    def ask(self, dialogue: Dialogue, asked: Asked) -> None:
-        super().ask(dialogue, asked)
-        self.asked.append((dialogue.session.key, asked))
-        reply = self.next_reply(dialogue.session.key, asked.request)
+    def publish(self, row: int, asked: Asked) -> None:
+        key = self.dialogues[row].session.key
+        self.asked.append((key, asked))
+        reply = self.next_reply(key, asked.request)
         if asked.on_tokens:
             asked.on_tokens(reply)
         asyncio.get_running_loop().call_soon(self.settle, asked, reply)
@@ -216,12 +214,12 @@ def run_client(python: str, code: str, base: str, key: str, name: str, **variabl
 def by_script(python: str) -> list[list[object]]:
     """Returns a row for each client that a script answers."""
     script, rows = Script(), []
-    with script.server:
+    with script:
         for client, code in CLIENTS.items():
-            end = run_client(python, code, f"{script.server.url}/v1", client, script.name)
+            end = run_client(python, code, f"{script.url}/v1", client, script.name)
             asked = [each for key, each in script.asked if key == client]
             num_new = sum(each.is_new for each in asked)
-            num_tools = sum(bool(message.get("tool_calls")) for each in asked for message in each.request.messages[-2:])
+            num_tools = sum(bool(message.tool_calls) for each in asked for message in each.request.messages[-2:])
             rows.append([client, len(asked), num_tools, len(asked) - num_new, max(0, num_new - 1), end])
     return rows
 

@@ -2,18 +2,21 @@
 
     python bench/quarter_hour.py model SHAPE FOLDER SHARE    # a random model; so much of its vocabulary ends a reply
     python bench/quarter_hour.py run FOLDER                  # tables of programs.jsonl and metrics.jsonl
+    python bench/quarter_hour.py vllm MODEL_DIR --groups_per_batch 32 --prompt_tokens 96 --num_generation_tokens 256
 """
 
 import json
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from bench.common import markdown_table, write_random_model
+from bench.common import make_prompts, markdown_table, seconds_of, spread, write_random_model
 
 METRICS = {  # of a step, and their names in the table
     "times/run": "s since the start", "times/step": "step, s", "times/compile": "compiled, s",
@@ -56,11 +59,31 @@ def curve_table(file: Path) -> list[str]:
     return markdown_table(("step", "s since the start", "held out, correct", "tokens"), rows) if rows else []
 
 
+def time_vllm(model_dir: str, *options: str) -> None:
+    """Prints the tokens/s of vLLM, if it is installed, for prompts and lengths as in bench/peers.py."""
+    if find_spec("vllm") is None:
+        return print("vLLM is not installed")
+    from vllm import LLM, SamplingParams
+
+    sizes = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
+    num_prompts, num_samples = sizes["--groups_per_batch"], sizes.get("--group_size", 8)
+    num_tokens = sizes["--num_generation_tokens"]
+    ids = make_prompts(1000, num_prompts, sizes["--prompt_tokens"])
+    prompts = [{"prompt_token_ids": prompt} for prompt in ids]
+    length = sizes["--prompt_tokens"] + num_tokens
+    model = LLM(model_dir, dtype="bfloat16", max_model_len=length, max_num_seqs=512, gpu_memory_utilization=0.8)
+    params = SamplingParams(n=num_samples, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    found = seconds_of(lambda: model.generate(prompts, params, use_tqdm=False), sizes.get("--repeats", 3))
+    print(f"vLLM: {num_prompts * num_samples * num_tokens / median(found):,.0f} tokens/s, seconds {spread(found)}")
+
+
 def main(command: str, *arguments: str) -> None:
     if command == "model":
         name, folder, share = arguments
         print(write_random_model(name, folder, float(share)))
         return
+    if command == "vllm":
+        return time_vllm(*arguments)
     tables = (("programs.jsonl", program_table), ("metrics.jsonl", step_table), ("metrics.jsonl", curve_table))
     for name, table in tables:
         file = Path(arguments[0]) / name

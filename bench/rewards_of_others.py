@@ -147,7 +147,7 @@ def compared(case: Case, folder: Path) -> tuple[str, str]:
         return DIFFERENT, str(error)[-200:]
     values = [np.nan if scores is None else scores["return"] for scores in found]
     expected = direct_values(case, function, problems)
-    num_equal = int(np.isclose(values, expected, atol=1e-6).sum())
+    num_equal = int(np.isclose(values, expected, atol=1e-6, equal_nan=True).sum())
     outcome = EQUAL if num_equal == len(jobs) else DIFFERENT
     return outcome, f"{num_equal} of {len(jobs)} values, of {len(set(expected))} kinds"
 
@@ -159,7 +159,7 @@ def read_problems(options: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
 
 def direct_values(case: Case, function: Callable, problems: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns what a reward gives with the arguments that its trainer gives; None counts as 0, as in TRL's sum."""
+    """Returns what a reward gives with the arguments that its trainer gives; NaN for None: the reply has no reward."""
     values = []
     for row in problems:
         if case.trainer == "verl":
@@ -172,7 +172,7 @@ def direct_values(case: Case, function: Callable, problems: Sequence[Mapping[str
             "completion_ids": IDS,
             "solution": [row["solution"]] * count,
         }
-        values += [0.0 if value is None else value for value in completed(function(**arguments))]
+        values += [np.nan if value is None else value for value in completed(function(**arguments))]
     return values
 
 

@@ -33,7 +33,12 @@ RUNGS = ("models/tiny", "SFT", "IPO", "RLOO")
 RANKS = ("full", "rank1", "rank4", "rank16")
 WIDTH, HEIGHT, SCALE = 700, 1050, 1.5  # of each half of the report's picture, CSS pixels
 BLUE = "#0969da"  # on white and on black
-ROLLOUTS = 'document.getElementById("rollouts-title").scrollIntoView();'
+ROLLOUTS = """
+const group = document.getElementById("group");
+group.value = "7";  // a problem that takes a longer search after training
+group.dispatchEvent(new Event("input", { bubbles: true }));
+document.getElementById("rollouts-title").scrollIntoView();
+"""
 
 
 def photograph(run: Path, out: Path) -> None:

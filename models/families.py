@@ -3,25 +3,28 @@
 To add one: write a row of FAMILIES if its fields differ, and a function of models/decoder.py if its computation does.
 """
 
+import copy
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from models.architecture import FULL, LINEAR, NO_ROPE, SLIDING, Decoder, DeltaShape
 from models.rotary import Scaling
 from models.tokenizer import Tokenizer
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, describe_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Fields = Mapping[str, Any]  # fields of a config.json
 COMMON = (  # fields of config.json that are fields of Decoder
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
-RENAMED = {"num_local_experts": "num_experts"}  # names that transformers 5 changed
 WRAPPED = {  # class of a model with images: class of its text model
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
@@ -45,61 +48,14 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safet
 
 
 class Family(NamedTuple):
-    """A class of transformers: the fields of Decoder that all its models have, and those to read."""
+    """A class of transformers: its name in a config.json, and the fields of Decoder that all its models have."""
 
     model_type: str
     fields: dict[str, bool | float | str]
-    defaults: dict[str, bool | float]  # defaults of its config.json that differ from DEFAULTS
-    read: Callable[[Fields], dict[str, Any]] = lambda fields: {}  # further fields of Decoder
     kinds: tuple[str, ...] = (FULL,)  # kinds of layers that config.json may name
 
 
-def read_smollm3(fields: Fields) -> dict[str, Any]:
-    """Returns which layers have no rotary embedding: by default every fourth."""
-    interval = fields.get("no_rope_layer_interval", 4)
-    numbers = range(1, fields["num_hidden_layers"] + 1)
-    has_rope = fields.get("no_rope_layers") or [int(i % interval != 0) for i in numbers]
-    return {"layer_types": tuple(FULL if rope else NO_ROPE for rope in has_rope)}
-
-
-def layer_types(fields: Fields, other: str, interval: int) -> tuple[str, ...]:
-    """Returns the kinds of layers: by default full attention in each one with a number that `interval` divides."""
-    numbers = range(1, fields["num_hidden_layers"] + 1)
-    return tuple(fields.get("layer_types") or [other if i % interval else FULL for i in numbers])
-
-
-def read_windows(fields: Fields, interval: int) -> dict[str, Any]:
-    """Returns which layers have a window, and its length."""
-    types = layer_types(fields, SLIDING, interval)
-    return {"layer_types": types, "sliding_window": fields.get("sliding_window", 4096)}
-
-
-def read_gemma3(fields: Fields) -> dict[str, Any]:
-    """Returns windows, wavelengths of layers with a window, and the scale of attention."""
-    block = rope_block(fields, SLIDING)
-    theta = block.get("rope_theta", fields.get("rope_local_base_freq", 10_000))
-    scale = float(fields.get("query_pre_attn_scalar", 256)) ** -0.5
-    windows = read_windows(fields, fields.get("sliding_window_pattern", 6))
-    return windows | {"local_rope_theta": float(theta), "attention_scale": scale}
-
-
-def read_olmo3(fields: Fields) -> dict[str, Any]:
-    """Returns windows, and wavelengths of layers with a window, which are not scaled."""
-    theta = rope_block(fields, SLIDING).get("rope_theta", fields.get("rope_theta", 500_000))
-    return read_windows(fields, 4) | {"local_rope_theta": float(theta)}
-
-
 EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-
-
-def read_qwen3_5(fields: Fields) -> dict[str, Any]:
-    """Returns which layers have attention, and the sizes of the others."""
-    types = layer_types(fields, LINEAR, fields["full_attention_interval"])
-    delta = DeltaShape(**{name: fields[field] for name, field in DELTA_FIELDS.items()})
-    rotated = rope_block(fields, FULL).get("partial_rotary_factor") or fields["partial_rotary_factor"]
-    return {"layer_types": types, "partial_rotary_factor": float(rotated), "delta": delta}
-
-
 DELTA_FIELDS = {  # fields of DeltaShape: fields of config.json
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -107,57 +63,21 @@ DELTA_FIELDS = {  # fields of DeltaShape: fields of config.json
     "value_channels": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
 }
-DEFAULTS = {  # values of fields that config.json leaves out, as in transformers
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768, "rope_theta": 10_000,
+GEMMA3 = {
+    "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True,
 }  # fmt: skip
 FAMILIES = {
-    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {"num_key_value_heads": 32, "head_dim": 128}),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        {"qk_norm": "head"},
-        {"num_key_value_heads": 4, "norm_topk_prob": False},
-        read=lambda fields: {name: fields[name] for name in EXPERT_FIELDS},
-    ),
-    "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}),
-    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}),
-    "SmolLM3ForCausalLM": Family(
-        "smollm3",
-        {"qk_norm": ""},
-        {"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True},
-        read=read_smollm3,
-    ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        {
-            "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh",
-            "scale_embeddings": True,
-        },
-        {  # the published text_config of Gemma 3 4B leaves all of them out
-            "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-            "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
-        },
-        read=read_gemma3,
-        kinds=(FULL, SLIDING),
-    ),
-    "Olmo3ForCausalLM": Family(
-        "olmo3",
-        {"qk_norm": "projection", "norms": "post"},
-        {"rope_theta": 500_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        read=read_olmo3,
-        kinds=(FULL, SLIDING),
-    ),
+    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", {"qk_norm": "head"}),
+    "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}),
+    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}),
+    "SmolLM3ForCausalLM": Family("smollm3", {"qk_norm": ""}),
+    "Gemma3ForCausalLM": Family("gemma3_text", GEMMA3, (FULL, SLIDING)),
+    "Olmo3ForCausalLM": Family("olmo3", {"qk_norm": "projection", "norms": "post"}, (FULL, SLIDING)),
     "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text",
-        {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True},
-        {
-            "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
-            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-        },
-        read=read_qwen3_5,
-        kinds=(FULL, LINEAR),
+        "qwen3_5_text", {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}, (FULL, LINEAR)
     ),
-}  # fmt: skip
+}
 
 
 def text_config(config: Fields, file: Path) -> Fields:
@@ -199,46 +119,52 @@ def module_names(model: Decoder, name: str) -> list[str]:
 
 
 def read_config(config: Fields, file: Path) -> dict[str, Any]:
-    """Returns the fields of Decoder that a config.json gives, as transformers 4 and 5 write it.
+    """Returns the fields of Decoder that a config.json gives: as transformers' class reads it, with its defaults.
 
-    Raises: UserError for a field that is missing, malformed, out of range, or not supported.
+    Raises: UserError for a field that is malformed, or has a value that is not computed here.
     """
-    fields = {RENAMED.get(name, name): value for name, value in config.items() if value is not None}
-    if config.get("sliding_window", 4096) is None:
-        fields["use_sliding_window"] = False  # a window of null disables it
-    name = next(iter(fields.get("architectures", [])), None)
+    from transformers import CONFIG_MAPPING
+
+    name = next(iter(config.get("architectures") or []), None)
+    check_value("architectures", name, tuple(FAMILIES), file)
+    family = FAMILIES[name]
     try:
-        check_supported(fields, file)
-        family = FAMILIES[name]
-        defaults = DEFAULTS | family.defaults
-        heads = (defaults | fields)["num_attention_heads"]
-        sizes = {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
-        null = {name: size for name, size in sizes.items() if name in config}
-        fields = sizes | defaults | null | fields
-        block = rope_block(fields, FULL)
-        fields["rope_theta"] = float(block.get("rope_theta", fields["rope_theta"]))
-        common = {name: fields[name] for name in COMMON}
-        common |= {"family": name, "rope_scaling": read_scaling(block, fields), "config": json.dumps(config)}
-        common |= family.fields | family.read(fields)
-    except KeyError as error:
-        raise UserError(
-            f"{file} has no {error.args[0]}, so it is not the config of a {name}: download it again"
-        ) from None
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{file} has a field of another type ({error}): download it again") from error
-    if SLIDING in common.get("layer_types", ()) and "sliding_window" in config:
-        check_value("sliding_window", config["sliding_window"], (common["sliding_window"],), file)  # it may be null
-    return common
+        read = CONFIG_MAPPING[family.model_type].from_dict(copy.deepcopy(dict(config)))
+        rope = read.rope_parameters
+        full, local = rope.get(FULL, rope), rope.get(SLIDING, {})
+        check_supported(config, read, family, file)
+        fields = {field: getattr(read, field) for field in COMMON if field not in ("head_dim", "rope_theta")}
+        head_dim = getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads
+        fields |= {"head_dim": head_dim, "rope_theta": float(full["rope_theta"])}
+        fields["rope_scaling"] = read_scaling(full, read)
+        fields |= {"family": name, "config": json.dumps(config)} | family.fields
+        kinds = getattr(read, "layer_types", ())
+        if family.model_type == "smollm3":
+            kinds = [FULL if has_rope else NO_ROPE for has_rope in read.no_rope_layers]
+        if {*kinds} - {FULL}:
+            fields["layer_types"] = tuple(kinds)
+        if SLIDING in kinds:
+            fields |= {"sliding_window": read.sliding_window, "local_rope_theta": float(local["rope_theta"])}
+        if family.model_type == "gemma3_text":
+            fields["attention_scale"] = float(read.query_pre_attn_scalar) ** -0.5
+        if family.model_type == "qwen3_moe":
+            fields |= {field: getattr(read, field) for field in EXPERT_FIELDS}
+        if LINEAR in kinds:
+            fields["delta"] = DeltaShape(**{field: getattr(read, other) for field, other in DELTA_FIELDS.items()})
+            fields["partial_rotary_factor"] = float(full["partial_rotary_factor"])
+        return fields
+    except UserError:
+        raise
+    except Exception as error:  # of transformers, whose classes check fields, or of a field of another type
+        raise UserError(f"{file} is not the config of a {name} ({describe_error(error)}): download it again") from error
 
 
-def read_scaling(block: Fields, fields: Fields) -> Scaling | None:
-    """Returns the scaling of rotary embeddings; None: there is none. Raises KeyError for a field that is missing."""
-    rope_type = block.get("rope_type", block.get("type", "default"))
-    if rope_type == "default":
+def read_scaling(block: Fields, read: "PretrainedConfig") -> Scaling | None:
+    """Returns the scaling of rotary embeddings; None: there is none."""
+    if block["rope_type"] == "default":
         return None
     given = {name: block[name] for name in Scaling._fields if block.get(name) is not None}
-    context = {"original_max_position_embeddings": fields["max_position_embeddings"], "factor": block["factor"]}
-    return Scaling(**(context | given | {"rope_type": rope_type}))
+    return Scaling(**({"original_max_position_embeddings": read.max_position_embeddings} | given))
 
 
 def make_config(model: Decoder, tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
@@ -274,20 +200,35 @@ SUPPORTED = {  # values of a field that this model code computes; the first also
 }
 
 
-def check_supported(fields: Fields, file: Path) -> None:
+def check_supported(config: Fields, read: "PretrainedConfig", family: Family, file: Path) -> None:
     """Raises UserError for the first field with a value that this model code does not compute."""
-    name = next(iter(fields.get("architectures", [])), None)
-    check_value("architectures", name, tuple(FAMILIES), file)
-    family = FAMILIES[name]
+    given = {name: value for name, value in config.items() if value is not None}
     activation = family.fields.get("hidden_act", "silu")
-    given = fields.get("hidden_act", fields.get("hidden_activation", activation))
-    check_value("hidden_act", given, (activation,), file)
-    if name != "Qwen2ForCausalLM":
-        check_value("attention_bias", fields.get("attention_bias", False), (False,), file)
-    check_value("layer_types (see use_sliding_window)", unusual_layer_type(fields, family), family.kinds, file)
+    check_value("hidden_act", given.get("hidden_act", given.get("hidden_activation", activation)), (activation,), file)
+    if family.model_type != "qwen2":
+        check_value("attention_bias", given.get("attention_bias", False), (False,), file)
     for field, supported in SUPPORTED.items():
-        check_value(field, fields.get(field, supported[0]), supported, file)
-    check_rope(fields, file, family)
+        check_value(field, given.get(field, supported[0]), supported, file)
+    for kind in getattr(read, "layer_types", ()):
+        check_value("layer_types (see use_sliding_window)", kind, family.kinds, file)
+    if SLIDING in family.kinds:
+        check_value("sliding_window", read.sliding_window, (read.sliding_window or "a number of tokens",), file)
+    elif not getattr(read, "layer_types", ()):  # a window is one of all layers
+        check_value("use_sliding_window", getattr(read, "use_sliding_window", False), (False,), file)
+    blocks = read.rope_parameters
+    for kind, supported in ((FULL, ("default", "linear", "llama3", "yarn")), (SLIDING, ("default",))):
+        block = {name: value for name, value in blocks.get(kind, blocks).items() if value is not None}
+        if kind == SLIDING and SLIDING not in family.kinds:
+            continue
+        check_value("rope_type", block["rope_type"], supported, file)
+        magnitude = Scaling(block["rope_type"], block.get("factor", 1)).magnitude
+        factor = block.get("attention_factor", magnitude)
+        check_value("attention_factor", magnitude if abs(factor - magnitude) < 1e-6 else factor, (magnitude,), file)
+        for name, value in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
+            check_value(name, block.get(name, value), (value,), file)
+        if LINEAR not in family.kinds:
+            factor = block.get("partial_rotary_factor", given.get("partial_rotary_factor", 1))
+            check_value("partial_rotary_factor", factor, (1,), file)
 
 
 def check_value(field: str, value: object, supported: tuple[object, ...], file: Path) -> None:
@@ -297,56 +238,3 @@ def check_value(field: str, value: object, supported: tuple[object, ...], file: 
         raise UserError(
             f"{file}: {field} is {reprlib.repr(value)}, and supported is only {choices}: choose another model"
         )
-
-
-def check_rope(fields: Fields, file: Path, family: Family) -> None:
-    """Raises UserError for rotary embeddings that are malformed, or not computed."""
-    parameters = fields.get("rope_parameters")
-    if SLIDING in family.kinds and parameters and not parameters.keys() & {FULL, SLIDING}:
-        raise UserError(
-            f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently: download it again"
-        )
-    for kind, supported in ((FULL, ("default", "linear", "llama3", "yarn")), (SLIDING, ("default",))):
-        block = rope_block(fields, kind)
-        if not isinstance(block, dict):
-            raise UserError(
-                f"{file}: rope_parameters of {kind} are {reprlib.repr(block)}, not an object: download it again"
-            )
-        given = {name: value for name, value in block.items() if value is not None}
-        rope_type = given.get("rope_type", given.get("type", "default"))
-        check_value("rope_type", rope_type, supported, file)
-        magnitude = Scaling(rope_type, given.get("factor", 1)).magnitude
-        factor = given.get("attention_factor", magnitude)
-        check_value("attention_factor", magnitude if abs(factor - magnitude) < 1e-6 else factor, (magnitude,), file)
-        for name, value in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
-            check_value(name, given.get(name, value), (value,), file)
-        if "partial_rotary_factor" not in family.defaults:
-            factor = given.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
-            check_value("partial_rotary_factor", factor, (1,), file)
-    if family.model_type == "olmo3" and "rope_theta" not in rope_block(fields, SLIDING):
-        # Versions of transformers differ on other wavelengths.
-        theta = rope_block(fields, FULL).get("rope_theta", fields.get("rope_theta", 500_000))
-        check_value("rope_theta without one of sliding_attention", theta, (500_000,), file)
-
-
-def rope_block(fields: Fields, kind: str) -> Fields:
-    """Returns the parameters of rotary embeddings in layers of this kind.
-
-    transformers 5 has one block for all layers or one for each kind; version 4 one that is for full attention.
-    """
-    block = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if FULL in block or SLIDING in block:
-        return block.get(kind) or {}
-    return block if kind == FULL else {}
-
-
-def unusual_layer_type(fields: Fields, family: Family) -> str:
-    """Returns a kind of layer other than the family's if the model has one; if not, the family's first kind."""
-    types = set(fields.get("layer_types", ()))
-    unusual = sorted(types - set(family.kinds))
-    has_list = family.model_type in ("qwen2", "qwen3")  # in others a window is one of all layers
-    first_with_window = fields.get("max_window_layers", 28) if has_list else 0
-    has_window = fields.get("use_sliding_window") and first_with_window < fields.get("num_hidden_layers", 0)
-    if has_window and not (types and has_list):
-        unusual.append(SLIDING)
-    return next(iter(unusual), family.kinds[0])

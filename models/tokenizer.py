@@ -57,11 +57,6 @@ class Tokenizer:
         return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
 
     @property
-    def ids(self) -> dict[str, int]:
-        """The ids of all tokens, by their text."""
-        return {**self.hf.get_vocab(), **self.special_ids}
-
-    @property
     def added_ids(self) -> dict[str, int]:
         """The ids of tokens that are found in a text as a whole, special or not, by their text."""
         return self.hf.get_added_vocab()

@@ -50,7 +50,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
     r".*configs/one_chip\.py": "refuses a CPU",
     r".*(core/serve|recipes/agents/serve|extras/chat_web)\.py |curl ": "serves until Ctrl-C, or asks a server",
-    r"(TASK|GSM8K_DIR)=\S+ bash runs/coder\.sh": "an hour, with a model of 0.5B parameters",
+    r"((TASK|GSM8K_DIR)=\S+ )?bash runs/(coder|sft)\.sh": "needs GSM8K, and up to an hour",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",
 }
@@ -159,7 +159,7 @@ def prepare(folder: Path, bin_dir: Path) -> None:
     venv = folder / ".venv"
     (venv / "bin").mkdir(parents=True)
     shutil.copy2(bin_dir / "python", venv / "bin" / "python")
-    for stamp in ("installed", "installed-test"):
+    for stamp in ("installed", "installed-test", "bin/activate"):
         (venv / stamp).touch()
 
 

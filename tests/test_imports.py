@@ -64,7 +64,6 @@ LAW = {
     "recipes.agents": ("recipes.agents", "core", "envs", *BELOW),
     "recipes.agents.agent": ("recipes.agents.keeper", "envs", *TASKS),
     "recipes.agents.keeper": ("envs", *TASKS),  # a process that does not start JAX, as that of the environment
-    "recipes.agents.server": TASKS,
     "recipes.agents.preset": ("recipes.games",),
     "recipes.offline": ("recipes.offline", "core", "envs", *BELOW),
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found

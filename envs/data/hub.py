@@ -85,7 +85,13 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         of_rows = f"file of rows ({', '.join(KINDS)}):"
         what = f"configuration {config}: choose one of {configs}, or" if folder else of_rows
         raise UserError(f"{origin} has no {what} {OTHERS}")
-    splits = {word: one_kind(of_split(rows, len(folder), word)) for word in dict.fromkeys((*WORDS, split))}
+
+    def of_split(split: str) -> list[str]:
+        word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
+        in_folder = [name for name in rows if word.search(name[len(folder) :].rpartition("/")[0])]
+        return one_kind(in_folder or [name for name in rows if word.search(name.rpartition("/")[2])])
+
+    splits = {name: of_split(name) for name in dict.fromkeys((*WORDS, split))}
     if not any(splits.values()):
         splits["train"] = one_kind(rows)
     files = splits[split]
@@ -101,13 +107,6 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         if missing:  # as in a download that was cut off
             raise UserError(f"{origin} lacks {min(missing)}, {len(missing)} such files in all: download them again")
     return files
-
-
-def of_split(names: Sequence[str], start: int, split: str) -> list[str]:
-    """Returns the paths whose folders have a word for a split, or else those of files that have one."""
-    word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
-    in_folder = [name for name in names if word.search(name[start:].rpartition("/")[0])]
-    return in_folder or [name for name in names if word.search(name.rpartition("/")[2])]
 
 
 def one_kind(files: Sequence[str]) -> list[str]:

@@ -145,7 +145,11 @@ class ObjectEpisode(Episode):
         except MALFORMED as error:
             form = "an observation, or (observation, info)" if has_steps else "text, None, or a list of messages"
             raise wrong_return(environment.reset, first, form) from error
-        self.opening = extended(problem.messages, limited(Step(said)).messages, "\n" if has_steps else "")
+        said, before = limited(Step(said)).messages, problem.messages
+        if said and before[-1]["role"] == said[0]["role"] == "user":  # they are one message
+            said[0]["content"] = before[-1]["content"] + "\n" * has_steps + said[0]["content"]
+            before = before[:-1]
+        self.opening = before + said
 
     def step(self, reply: str) -> Step:
         return self.act(Reply(reply))
@@ -237,14 +241,6 @@ class Adapter:
         """Closes the objects of the pool."""
         while self.idle:
             close(self.idle.pop())
-
-
-def extended(messages: list[Message], observed: list[Message], separator: str) -> list[Message]:
-    """Returns messages with others appended; the first of these is joined to the last one if both are a user's."""
-    if not (observed and messages[-1]["role"] == observed[0]["role"] == "user"):
-        return messages + observed
-    content = messages[-1]["content"] + separator + observed[0]["content"]
-    return [*messages[:-1], {"role": "user", "content": content}, *observed[1:]]
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:

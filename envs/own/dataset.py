@@ -31,7 +31,7 @@ from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer
 from envs.grading.equality import final_reference, same_math
 from envs.own.adapters import Adapter, Played
-from envs.own.functions import KeyColumns, RewardFunctions, is_correct
+from envs.own.functions import RewardFunctions, is_correct
 from envs.own_code import code_files, load_object, read_names
 from envs.tools.episode import ToolSettings
 from utils.settings.errors import UserError, check_installed, describe_error
@@ -79,7 +79,7 @@ class Dataset(Env):
         self.columns = Columns(prompt, answer, messages)
         self.answer_column = answer or "answer"
         self.tokens_per_action = tokens_per_action
-        self.rewards = RewardFunctions(reward, reward_weights) if reward else None
+        self.rewards = RewardFunctions(reward, reward_weights, self.columns) if reward else None
         self.has_reward = bool(reward)
         self.code = code_files(reward) + code_files(episode)
         self.adapter, self.tools = None, ()
@@ -99,7 +99,7 @@ class Dataset(Env):
             check_installed("math_verify", "comparing answers, as without --reward,")
         if reward:
             first = self.rows[0].answer
-            self.rewards.check(first, self.key_columns(first), has_environments=self.opens)
+            self.rewards.check(first, has_environments=self.opens)
             self.takes_ids = self.rewards.takes_ids
             self.takes_groups = self.rewards.takes_groups and not self.opens
             if self.opens and self.rewards.takes_groups:
@@ -193,13 +193,8 @@ class Dataset(Env):
 
     def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
         """Returns the user's rewards of replies to a problem; a return of 1 or more is correct."""
-        graded = self.rewards.grade(plays, problem.answer, self.key_columns(problem.answer))
+        graded = self.rewards.grade(plays, problem.answer)
         return [{"correct_answer": is_correct(scores["return"])} | scores for scores in graded]
-
-    def key_columns(self, row: RawRow) -> KeyColumns:
-        """Returns the names of the columns with the prompt and the answer."""
-        named = self.columns.messages or self.columns.prompt
-        return KeyColumns(named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0], self.answer_column)
 
     def references(self, problem: Problem) -> list[str]:
         """Returns the answers that are right; none if a reward's answers are neither texts nor numbers."""

@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from envs.base import NOT_APPLICABLE, Changed, Env, Problem
 from envs.data.files import JSON, RawRow
-from envs.data.messages import find_column
+from envs.data.messages import CONVERSATIONS, PROMPTS, Columns, find_column
+from envs.data.rows import first_of
 from envs.own.adapters import Played, call, parameters
 from envs.own_code import as_number, code_files, describe_function, load_object, read_names, wrong_return
 from utils.settings.errors import UserError
@@ -34,18 +34,11 @@ ITEMS = "a list with a number for each completion"
 Parts = dict[str, float]  # parts of a reply's reward; "return" is its value, if that is not their sum
 
 
-class KeyColumns(NamedTuple):
-    """Names of the columns of a row that have a meaning."""
-
-    prompt: str = "prompt"
-    answer: str = "answer"
-
-
 class RewardFunction:
     """A function, or a coroutine function, of one of the forms: "own", "trl", "verl" or "verl batch"."""
 
-    def __init__(self, function: Callable[..., object]):
-        self.function = function
+    def __init__(self, function: Callable[..., object], columns: Columns):
+        self.function, self.columns = function, columns
         taken = parameters(function)
         others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.names = tuple(taken)  # of its arguments
@@ -58,12 +51,13 @@ class RewardFunction:
             is_trl = taken.keys() & {*LISTS} - {"prompts"} or self.names[:1] == ("prompts",)
             self.form = "trl" if is_trl else "own"
 
-    def check(self, row: RawRow, columns: KeyColumns, has_environments: bool) -> None:
+    def check(self, row: RawRow, has_environments: bool) -> None:
         """Raises UserError if it takes no argument, or needs one that is neither the reply nor a column."""
+        place = describe_function(self.function)
         if not self.names:
-            raise UserError(f"{self.place} takes no arguments: give it the completion, and the columns that it reads")
+            raise UserError(f"{place} takes no arguments: give it the completion, and the columns that it reads")
         lists = [name for name in LISTS if name != "environments" or has_environments]
-        verl = [name for name in FROM_ROW if name != "ground_truth" or ground_truth(row, columns) is not None]
+        verl = [name for name in FROM_ROW if name != "ground_truth" or self.ground_truth(row) is not None]
         given = {
             "own": {*self.names[:1]},
             "trl": {*lists, *LOGGED},
@@ -80,19 +74,18 @@ class RewardFunction:
         }
         names = ", ".join(map(repr, row))[:200]
         remedy = remedies.get(unknown[0]) or remedies.get(unknown[0].removesuffix("s"), "")
-        place = describe_function(self.function)
         raise UserError(f"{place} needs {unknown[0]!r}, which is not a column; there are {names}{remedy}")
 
-    def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+    def grade(self, plays: Sequence[Played], row: RawRow) -> list[Parts]:
         """Returns the parts of the reward of each reply to a problem. Raises: TypeError for anything but numbers."""
         if self.form == "own":
             given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
             returned = [call(partial(self.function, played.text), given) for played in plays]
             return [self.parts(value, "a number or a dict of numbers") for value in returned]
         if self.form == "trl":
-            return self.call_lists(plays, row, columns)
+            return self.call_lists(plays, row)
         own = {"data_source": row.get("data_source") or "", "extra_info": row.get("extra_info") or {}}
-        given = {**row, **own, "ground_truth": ground_truth(row, columns)}
+        given = {**row, **own, "ground_truth": self.ground_truth(row)}
         if self.form == "verl":
             returned = [call(self.function, dict.fromkeys(VERL, played.text) | given) for played in plays]
         else:
@@ -101,10 +94,11 @@ class RewardFunction:
             returned = self.items(call(self.function, lists), len(plays))
         return [self.scored(value) for value in returned]
 
-    def call_lists(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+    def call_lists(self, plays: Sequence[Played], row: RawRow) -> list[Parts]:
         """Returns the parts of a reward that gets lists, as in TRL; values that it logs are parts of their own."""
         row = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
-        prompt = row.pop(columns.prompt, [])
+        named = self.columns.messages or self.columns.prompt
+        prompt = row.pop(named or first_of((*PROMPTS, *CONVERSATIONS), row), [])
         has_text = isinstance(prompt, str) and not plays[0].environment
         logged: list[Parts] = [{} for _ in plays]
 
@@ -123,6 +117,11 @@ class RewardFunction:
         values = self.items(call(self.function, lists), len(plays))
         parts = [{"return": math.nan, NOT_APPLICABLE: 1.0} if x is None else self.parts(x, ITEMS) for x in values]
         return [extra | part for extra, part in zip(logged, parts, strict=True)]
+
+    def ground_truth(self, row: RawRow) -> JSON:
+        """Returns the reference of a row, as verl's files have it, or the answer; None if there is none."""
+        names = ("ground_truth", "reward_model.ground_truth", self.columns.answer or "answer")
+        return next((x for x in map(partial(find_column, row), names) if x is not None), None)
 
     def items(self, returned: object, count: int) -> list[object]:
         """Returns the values in a list, an array, a tensor or another series. Raises: TypeError for a wrong number."""
@@ -155,16 +154,10 @@ class RewardFunction:
         return others | {"return": numbers["score"]}
 
 
-def ground_truth(row: RawRow, columns: KeyColumns) -> JSON:
-    """Returns the reference of a row, as verl's files have it, or the answer; None if there is none."""
-    names = ("ground_truth", "reward_model.ground_truth", columns.answer)
-    return next((x for x in map(partial(find_column, row), names) if x is not None), None)
-
-
 class RewardFunctions:
     """The functions of --reward, and their weights. Raises: UserError for missing ones."""
 
-    def __init__(self, value: str, weights: str = ""):
+    def __init__(self, value: str, weights: str = "", columns: Columns = Columns()):  # noqa: B008 (frozen)
         named = read_names(value, "--reward", "function")
         names = [one.name for one in named]
         self.names = [one.name if names.count(one.name) == 1 else f"{one.file.stem}.{one.name}" for one in named]
@@ -178,22 +171,22 @@ class RewardFunctions:
                 f"{', '.join(self.names)}, separated by commas"
             )
 
-        self.functions = [RewardFunction(load_object(one, "--reward", "function")) for one in named]
+        self.functions = [RewardFunction(load_object(one, "--reward", "function"), columns) for one in named]
         self.takes_groups = any(function.form in ("trl", "verl batch") for function in self.functions)
         self.takes_ids = any("completion_ids" in function.names for function in self.functions)
 
-    def check(self, row: RawRow, columns: KeyColumns, has_environments: bool = False) -> None:
+    def check(self, row: RawRow, has_environments: bool = False) -> None:
         """Raises UserError if one of them needs what is not there."""
         for function in self.functions:
-            function.check(row, columns, has_environments)
+            function.check(row, has_environments)
 
-    def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+    def grade(self, plays: Sequence[Played], row: RawRow) -> list[Parts]:
         """Returns the rewards of replies to a problem: "return", the weighted sum, and each part to be logged.
 
         Functions that return None are left out of the sum; if all do, it is NaN. Raises: what a function raises;
         TypeError if two name a part alike.
         """
-        graded = [function.grade(plays, row, columns) for function in self.functions]
+        graded = [function.grade(plays, row) for function in self.functions]
         return [self.combined(parts) for parts in zip(*graded, strict=True)]
 
     def combined(self, graded: Sequence[Parts]) -> Parts:
@@ -233,12 +226,12 @@ class Rewarded(Changed):
         self.rewards, self.code = rewards, (*env.code, *code)
         self.truncation_penalty = 0.0
         self.takes_ids, self.takes_groups = rewards.takes_ids, rewards.takes_groups
-        rewards.check(env.reward_row(env.problem(0)), KeyColumns())
+        rewards.check(env.reward_row(env.problem(0)))
 
     def trials(self, problem: Problem) -> list[str]:
         return []
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
         plays = [Played(text, getattr(text, "ids", ())) for text in texts]
-        graded = self.rewards.grade(plays, self.reward_row(problem), KeyColumns())
+        graded = self.rewards.grade(plays, self.reward_row(problem))
         return [self.env.score(problem, text) | scores for text, scores in zip(texts, graded, strict=True)]

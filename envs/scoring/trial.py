@@ -17,7 +17,15 @@ DRAWN_ELSEWHERE = (
 
 def try_rewards(scorer: Scorer, env: Env) -> list[str]:
     """Returns warnings on episodes that do not repeat, and on refused references. Raises: UserError."""
-    check_reward(scorer, example_jobs(env))
+    jobs: list[Job] = []  # replies to the first problems, right and empty ones
+    for index in range(min(NUM_TRIED, env.num_tasks)):
+        problem = env.problem(index)
+        replies = sorted({problem.prefix, *env.examples(problem).values()})
+        if env.max_turns == 1 or env.takes_groups:  # a group has two or more, so that a list of a wrong length is found
+            jobs += [(index, reply) for reply in replies * (1 + (env.takes_groups and len(replies) == 1))]
+        else:
+            jobs += [(index, Turns(0, (), True)), *((index, Turns(0, (Reply(reply),), True)) for reply in replies)]
+    check_reward(scorer, jobs)
     return [DRAWN_ELSEWHERE] * (env.opens and not repeats(scorer, env)) + try_references(scorer, env)
 
 
@@ -64,16 +72,3 @@ def try_references(scorer: Scorer, env: Env) -> list[str]:
     if len(refused) > MAX_REFUSED * num_tried:
         raise UserError(f"{scorer.settings.env_name}: {message}")
     return [message]
-
-
-def example_jobs(env: Env) -> list[Job]:
-    """Returns replies to the first problems, right and empty ones; two at least to each if rewards compare them."""
-    jobs: list[Job] = []
-    for index in range(min(NUM_TRIED, env.num_tasks)):
-        problem = env.problem(index)
-        replies = sorted({problem.prefix, *env.examples(problem).values()})
-        if env.max_turns == 1 or env.takes_groups:
-            jobs += [(index, reply) for reply in replies * (1 + (env.takes_groups and len(replies) == 1))]
-        else:
-            jobs += [(index, Turns(0, (), True)), *((index, Turns(0, (Reply(reply),), True)) for reply in replies)]
-    return jobs

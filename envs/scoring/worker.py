@@ -265,7 +265,8 @@ def checked_step(step: Step) -> Step:
 
 def describe_failure(error: BaseException) -> str:
     """Returns an error in 500 characters, even one that cannot be printed, and its last line in code of the user."""
-    own = (*(str(ROOT / package) for package in ("core", "envs", "utils")), sys.prefix, sys.base_prefix, "<")
+    packages = [str(ROOT / package) for package in ("core", "envs", "recipes/agents", "utils")]
+    own = (*packages, sys.prefix, sys.base_prefix, "<")
     try:
         # Not by extract_tb, which reads the files: a reward may raise for many replies.
         lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]

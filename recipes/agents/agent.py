@@ -63,6 +63,8 @@ class Agent(Dataset):
     ):
         if not agent:
             raise UserError('the environment agent needs a program: --agent "python my_agent.py", or FILE.py:FUNCTION')
+        if agent.endswith(".py") and not agent.split()[1:]:
+            raise UserError(f"--agent {agent} names no function: give {agent}:FUNCTION, or a command, python {agent}")
         check_packages("the environment agent")
         check_choice("dialect", dialect, TURN_DIALECTS)
         if agent_processes < 0 or min(timeout, max_model_calls, memory) <= 0:

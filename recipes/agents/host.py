@@ -12,24 +12,25 @@ import re
 import secrets
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+from envs.data.rows import JSON
 from envs.own_code import ROOT
 from envs.scoring.worker import MAX_REWARD, Failure, checked_rewards
 from recipes.agents.agent import AgentSettings
+from recipes.agents.endpoint import FULL, Asked, Dialogue, Endpoint, Rewards, Session
 from recipes.agents.keeper import KEEPER, OVER_MEMORY, OVER_TIME, Report, Task, is_function
-from recipes.agents.protocol import Sampled
-from recipes.agents.server import JSON, BadRequest, Caller, Server
-from recipes.agents.sessions import FULL, Asked, Dialogue, Endpoint, Rewards, Session
+from recipes.agents.protocol import BadRequest, Sampled
 from utils.settings.errors import UserError, on_one_line
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
 NAMED = "REWARD_"
 MODEL = "policy"  # its name at the endpoint
 START = 120  # seconds that the import of the user's file may take
+T = TypeVar("T")
 LATE = 30  # seconds behind a program's time limit, in which its report must have come
 
 
@@ -61,17 +62,15 @@ class AgentRun(Session):
 class AgentHost(Endpoint):
     """Runs programs, and hands their requests over as outcomes of rows; use it as a context manager.
 
-    `begin` and `reset` are called by the thread that samples; all else happens in the server's thread.
+    `begin` and `reset` are called by the thread that samples, too.
     Raises: UserError if the user's file fails.
     """
 
     def __init__(self, settings: AgentSettings):
-        server = Server({"POST /v1/chat/completions": self.chat, "GET /v1/models": self.models})
-        super().__init__(server, MODEL, settings.dialect, settings.max_calls)
+        super().__init__(MODEL, settings.dialect, settings.max_calls)
         self.settings = settings
-        self.context = 0  # most tokens of a row
         self.runs: dict[str, AgentRun] = {}  # by key
-        self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
+        self.parents: dict[int, tuple[int, int]] = {}  # rows of forks: those of their programs, and numbers from 1 on
         self.auxiliary: set[int] = set()  # rows that are not trained
         per_core = 32 if is_function(settings.command) else 4  # the start of a function costs no import
         self.places = asyncio.Semaphore(settings.num_processes or per_core * (os.cpu_count() or 1))
@@ -85,8 +84,7 @@ class AgentHost(Endpoint):
         """Starts programs; `spare`: rows for conversations that do not continue, which they share."""
         with self.has_changed:
             self.computing |= {job.row for job in jobs}
-        for job in jobs:
-            self.server.call(self.start, job, spare)
+        self.call(self.start, jobs, spare)
 
     def answer(self, row: int, asked: Asked, outcome: Sampled | BadRequest) -> None:
         """Gives a row its reply; its program owes what follows."""
@@ -96,19 +94,24 @@ class AgentHost(Endpoint):
 
     def reset(self) -> None:
         """Ends all programs, and forgets all rows."""
-        self.server.submit(self.end_all()).result()
-        for known in self.parents, self.auxiliary, self.closed, self.outcomes, self.pending, self.computing:
+        self.wait_for(self.end_all())
+        for known in self.parents, self.auxiliary, self.closed, self.outcomes, self.computing:
             known.clear()
         self.dialogues.clear()
 
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the server's thread, and returns its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
     # In the server's thread
 
-    def start(self, job: AgentJob, spare: deque[int]) -> None:
-        run = AgentRun(key=secrets.token_urlsafe(16), job=job, spare=spare)
-        self.runs[run.key] = run
-        play = self.server.loop.create_task(self.play(run))
-        self.plays.add(play)
-        play.add_done_callback(self.plays.discard)
+    def start(self, jobs: Sequence[AgentJob], spare: deque[int]) -> None:
+        for job in jobs:
+            run = AgentRun(key=secrets.token_urlsafe(16), job=job, spare=spare)
+            self.runs[run.key] = run
+            play = self.loop.create_task(self.play(run))
+            self.plays.add(play)
+            play.add_done_callback(self.plays.discard)
 
     def take_row(self, run: AgentRun) -> int:
         if run.job.row not in self.dialogues:
@@ -117,13 +120,13 @@ class AgentHost(Endpoint):
             run.num_refused += 1
             raise BadRequest("this conversation continues no earlier one, and no row is left for another")
         row = run.spare.popleft()
-        self.parents[row] = run.job.row
+        self.parents[row] = run.job.row, len(self.dialogues_of(run))
         return row
 
-    def session_of(self, caller: Caller) -> AgentRun:
-        if caller.key not in self.runs:
+    def session_of(self, key: str) -> AgentRun:
+        if key not in self.runs:
             raise BadRequest("the key is not that of a program that runs", status=401)
-        return self.runs[caller.key]
+        return self.runs[key]
 
     async def play(self, run: AgentRun) -> None:
         """Runs a program to its end, and publishes its reward."""
@@ -139,7 +142,8 @@ class AgentHost(Endpoint):
             dialogues = self.dialogues_of(run)
             self.refuse([each.row for each in dialogues], "the session has ended")
             self.auxiliary |= {each.row for each in dialogues if each.is_auxiliary}
-            for row in {each.row for each in dialogues} - {run.job.row}:
+            rest = () if self.runs else run.spare  # rows that no program needs
+            for row in {each.row for each in dialogues} - {run.job.row} | {*rest}:
                 self.publish(row, {})
             self.publish(run.job.row, outcome)
 
@@ -150,14 +154,14 @@ class AgentHost(Endpoint):
         """Has a program run, and returns how it ended. Raises: TimeoutError if the keeper does not say."""
         settings, number = self.settings, next(self.numbers)
         variables = passed_variables(os.environ) | {
-            "OPENAI_BASE_URL": f"{self.server.url}/v1",
+            "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": run.key,
             "OPENAI_MODEL": MODEL,
             "ROW": json.dumps(run.job.data, default=str),
             "SEED": str(run.job.seed),
         }
         task = Task(number, variables, settings.timeout, int(settings.memory_gb * 2**30))
-        report = self.reports[number] = self.server.loop.create_future()
+        report = self.reports[number] = self.loop.create_future()
         self.write(task._asdict())
         try:
             return await asyncio.wait_for(report, settings.timeout + LATE)
@@ -203,15 +207,15 @@ class AgentHost(Endpoint):
         self.keeper._transport.close()  # else it is closed when the loop no longer runs
 
     def __enter__(self) -> Self:
-        self.server.__enter__()
-        if error := self.server.submit(self.start_keeper()).result():
+        super().__enter__()
+        if error := self.wait_for(self.start_keeper()):
             self.__exit__()
             raise UserError(error)
         return self
 
     def __exit__(self, *_) -> None:
-        self.server.submit(self.end_keeper()).result(10)
-        self.server.__exit__(None, None, None)
+        self.wait_for(self.end_keeper())
+        super().__exit__()
 
 
 def outcome_of(

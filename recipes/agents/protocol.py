@@ -4,22 +4,25 @@ A request is done as it asks, or rejected by name with status 400; fields that c
 platform.openai.com/docs/api-reference; vLLM for return_token_ids, top_k, min_p and /inference/v1/generate.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+from tokenizers.decoders import DecodeStream
 
 from envs.base import Dialect, Reply
 from envs.data.rows import JSON
 from envs.tools.calls import CallError, parse_call
 from models.messages import readable
-from recipes.agents.server import BadRequest
-from utils.settings.errors import UserError, describe_error
+from models.tokenizer import TURN, Tokenizer
+from utils.settings.errors import UserError
 
+MAX_BYTES = 2 * 10**6  # of a request: encoding that many characters takes seconds
 MAX_STOPS, MAX_TOP = 16, 20
-ROLES = ("system", "developer", "user", "assistant", "tool")
 THINK = "<think>", "</think>"
 LABELS = (  # fields that change no token
     "model", "user", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -32,13 +35,20 @@ NEUTRAL = {  # fields that may only have the value that changes nothing
     "skip_special_tokens": True, "modalities": ["text"], "min_tokens": 0, "strict": False,
 }  # fmt: skip
 Message = dict[str, Any]  # as chat templates read it
-TokenBytes = Callable[[int], bytes]
+
+
+class BadRequest(ValueError):
+    """Raised for a request that cannot be answered; its text goes to the client, with the `field` that is wrong."""
+
+    def __init__(self, text: str, field: str = "", status: int = 400):
+        super().__init__(text)
+        self.field, self.status = field, status
 
 
 class Sampled(NamedTuple):
     """A sampled reply, or the beginning of one; log-probabilities are of the distribution that was sampled."""
 
-    reply: Reply | None  # None: nothing was sampled
+    reply: Reply
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()  # nats
     is_truncated: bool = False
@@ -66,12 +76,12 @@ class Strict(BaseModel):
         return left
 
     @classmethod
-    def read(cls, body: JSON) -> Self:
+    def read(cls, body: bytes) -> Self:
         """Returns a request. Raises: BadRequest, which names the first field that is wrong."""
-        if not isinstance(body, dict):
-            raise BadRequest("the request is not a JSON object: send one")
+        if len(body) > MAX_BYTES:
+            raise BadRequest(f"the request has {len(body):,} bytes: shorten it to {MAX_BYTES:,}")
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(from_json(body, allow_inf_nan=False))
         except ValidationError as error:
             first = error.errors()[0]
             loc, found = [*map(str, first["loc"])], first.get("ctx", {}).get("error")
@@ -81,6 +91,8 @@ class Strict(BaseModel):
             elif first["type"] == "extra_forbidden":
                 reason = "is not supported: remove it"
             raise BadRequest(f"{'.'.join(loc)} {reason}".strip(), field) from error
+        except ValueError as error:
+            raise BadRequest(f"the request is not valid JSON ({error})"[:200]) from error
 
 
 def listed(value: JSON) -> JSON:
@@ -89,10 +101,42 @@ def listed(value: JSON) -> JSON:
     return [value] if is_one else value
 
 
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] = ""
+    reasoning_content: str = Field("", validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+    name: str = ""
+
+    def for_template(self, joint: str) -> Message:
+        """Returns the message as chat templates read it, its parts of text joined by `joint`. Raises: BadRequest."""
+        message = self.model_dump(exclude_unset=True)
+        message["role"] = "system" if self.role == "developer" else self.role
+        message["content"] = self.content if isinstance(self.content, str) else joint.join(x.text for x in self.content)
+        if self.role == "assistant":  # the row of a reply holds no name
+            message.pop("name", None)
+        try:
+            message = readable({key: x for key, x in message.items() if x or key == "content"})
+            for call in message.get("tool_calls", []):
+                call |= {"type": "function"}
+                call.pop("index", None)
+            json.dumps(message, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+            return message
+        except (UserError, ValueError) as error:
+            raise BadRequest(f"messages cannot be read: {error}", "messages") from error
+
+
 class Function(Strict):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
+    returns: dict[str, Any] = Field({}, alias="return")  # as transformers' get_json_schema
 
 
 class Tool(Strict):
@@ -139,10 +183,11 @@ class ChatRequest(Request):
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
     echo: ClassVar[bool] = False
+    prompt: ClassVar[Sequence] = ()
     free: ClassVar[Sequence[str]] = (  # fields that may change while a conversation continues in its row
         *Request.model_fields, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls",
     )  # fmt: skip
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] = "auto"
     parallel_tool_calls: bool = True
@@ -157,7 +202,7 @@ class ChatRequest(Request):
             raise BadRequest("top_logprobs is given without logprobs: true", "top_logprobs")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest("tool_choice is required, and there are no tools", "tool_choice")
-        if self.messages[-1].get("role") == "assistant":
+        if self.messages[-1].role == "assistant":
             raise BadRequest("messages ends with a reply of the assistant: add a message that it answers", "messages")
         return self
 
@@ -173,7 +218,8 @@ class ChatRequest(Request):
     @property
     def schemas(self) -> Sequence[dict[str, JSON]]:
         """The tools that the template announces, as they were sent."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        tools = () if self.tool_choice == "none" else self.tools
+        return [tool.model_dump(exclude_unset=True, by_alias=True) for tool in tools]
 
     @cached_property
     def fixed(self) -> str:
@@ -185,8 +231,10 @@ class CompletionRequest(Request):
     """A request of /v1/completions."""
 
     object = chunk_object = "text_completion"
+    messages: ClassVar[Sequence] = ()
     schemas: ClassVar[Sequence[Mapping]] = ()
     parallel_tool_calls: ClassVar[bool] = True
+    fixed: ClassVar[str] = ""
     prompt: Annotated[
         list[Annotated[str | list[int], Field(min_length=1)]], Field(min_length=1), BeforeValidator(listed)
     ]
@@ -219,29 +267,16 @@ class GenerateRequest(CompletionRequest):
         return params | rest | {"token_ids": [given["token_ids"]] if given.get("token_ids") else None}
 
 
-def template_message(sent: Mapping[str, JSON], joint: str) -> Message:
-    """Returns a message as chat templates read it, its parts of text joined by `joint`. Raises: BadRequest."""
-    message = {key: x for key, x in sent.items() if x not in (None, [], {}) and key not in LABELS}
-    role, content, thoughts = message.get("role"), message.get("content", ""), message.pop("reasoning", "")
-    try:
-        if role not in ROLES:
-            raise UserError(f"a message has the role {shown(role)}: write {', '.join(ROLES)}")
-        if isinstance(content, list):  # parts
-            if any(part["type"] != "text" for part in content):
-                raise UserError(f"a message has the parts {shown(content)}: only text is supported")
-            content = joint.join(part["text"] for part in content)
-        message |= {"role": "system" if role == "developer" else role, "content": content}
-        if role == "assistant":  # thoughts as vLLM, or as OpenRouter names them; the row of a reply holds no name
-            message |= {"reasoning_content": message.get("reasoning_content", thoughts) or None, "name": None}
-        message = readable(message)
-        for call in message.get("tool_calls", []):
-            call |= {"type": "function"}
-            call.pop("index", None)
-        json.dumps(message, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-        return message
-    except (ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
-        reason = str(error) if isinstance(error, UserError) else describe_error(error)
-        raise BadRequest(f"messages cannot be read: {reason}", "messages") from error
+@lru_cache(maxsize=64)
+def joint_of_parts(tokenizer: Tokenizer, _template: str) -> str:
+    """Returns what the chat template writes between two texts of a message; a new line if it takes one text only."""
+    parts = [{"type": "text", "text": TURN + number} for number in "12"]
+    with contextlib.suppress(UserError):
+        _, is_shown, rest = tokenizer.render([{"role": "user", "content": parts}], None).partition(TURN + "1")
+        between, is_next, _ = rest.partition(TURN + "2")
+        if is_shown and is_next and "'" not in between and '"' not in between:
+            return between
+    return "\n"
 
 
 def shown(value: object) -> str:
@@ -250,7 +285,38 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+PATHS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/inference/v1/generate": GenerateRequest,
+}
+
 # Answers
+
+
+def choice_of(
+    request: Request, sampled: Sampled, tokenizer: Tokenizer, dialect: Dialect, is_partial: bool = False
+) -> dict[str, JSON]:
+    """Returns a choice of an answer without its index, or the beginning of one."""
+    choice, has_logprobs = {}, request.num_top >= 0 and not is_partial
+    texts = texts_of(tokenizer, sampled.ids) if has_logprobs else []
+    if request.object == "text_completion":
+        text = request.before_stop(sampled.reply.text)
+        choice["text"] = settled(text, request.stop) if is_partial else text
+        if request.echo:
+            choice["text"] = tokenizer.decode(sampled.prompt_ids) + choice["text"]
+            texts = [*texts_of(tokenizer, sampled.prompt_ids), *texts] if has_logprobs else []
+        logprobs = text_logprobs(request, sampled, texts, tokenizer) if has_logprobs else None
+    else:
+        if request.object == "chat.completion":
+            choice["message"] = reply_message(request, sampled, dialect, is_partial)
+        logprobs = chat_logprobs(sampled, request.num_top, texts, tokenizer) if has_logprobs else None
+    has_calls = bool(choice.get("message", {}).get("tool_calls"))
+    reason = "length" if sampled.is_truncated else "tool_calls" if has_calls else "stop"
+    choice |= {"logprobs": logprobs, "finish_reason": None if is_partial else reason}
+    if request.return_token_ids and not is_partial:
+        choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": list(sampled.prompt_ids)}
+    return choice
 
 
 def reply_message(request: ChatRequest, sampled: Sampled, dialect: Dialect, is_partial: bool = False) -> Message:
@@ -306,34 +372,45 @@ def usage(replies: Sequence[Sampled], num_choices: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_reply, "total_tokens": num_prompt + num_reply}
 
 
-def chat_logprobs(sampled: Sampled, num_top: int, bytes_of: TokenBytes) -> dict[str, JSON]:
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token; together they make the text. A character is of the token that completes it."""
+    stream = DecodeStream(skip_special_tokens=True)
+    return [stream.step(tokenizer.hf.backend_tokenizer, i) or "" for i in ids]
+
+
+def name_of(tokenizer: Tokenizer, number: int) -> str:
+    """Returns the text of a token alone, or its name in the vocabulary if that is half a character."""
+    text = tokenizer.hf.decode([number])
+    return tokenizer.hf.convert_ids_to_tokens(number) or "" if not text or "\ufffd" in text else text
+
+
+def chat_logprobs(sampled: Sampled, num_top: int, texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, JSON]:
     """Returns each token with its log-probability, and its likeliest alternatives."""
 
-    def named(i: int, logprob: float) -> dict[str, JSON]:
-        data = bytes_of(i)
-        return {"token": data.decode(errors="replace"), "logprob": bounded(logprob), "bytes": list(data)}
+    def entry(text: str, logprob: float) -> dict[str, JSON]:
+        return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode())}
 
     tops = sampled.top or [{}] * len(sampled.ids)
     content = [
-        named(i, logprob) | {"top_logprobs": [named(*each) for each in likeliest(top, num_top)]}
-        for i, logprob, top in zip(sampled.ids, sampled.logprobs, tops, strict=True)
+        entry(text, logprob) | {"top_logprobs": [entry(name_of(tokenizer, i), x) for i, x in likeliest(top, num_top)]}
+        for text, logprob, top in zip(texts, sampled.logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
 def text_logprobs(
-    request: CompletionRequest, sampled: Sampled, tokens: Sequence[str], bytes_of: TokenBytes
+    request: CompletionRequest, sampled: Sampled, texts: Sequence[str], tokenizer: Tokenizer
 ) -> dict[str, JSON]:
-    """Returns the log-probabilities of a completion, whose `tokens` are texts, those of the prompt for an `echo`."""
+    """Returns the log-probabilities of a completion, whose tokens are `texts`, those of the prompt for an `echo`."""
     ids = [*sampled.prompt_ids, *sampled.ids] if request.echo else sampled.ids
     logprobs, tops = [*map(bounded, sampled.logprobs)], []
     for i, logprob, top in zip(ids, logprobs, sampled.top, strict=False):
         pairs = {i: logprob} | dict(likeliest(top, request.num_top))  # as OpenAI: the token itself, too
-        tops.append({bytes_of(j).decode(errors="backslashreplace"): bounded(x) for j, x in pairs.items()})
+        tops.append({name_of(tokenizer, j): bounded(x) for j, x in pairs.items()})
     if request.echo:
         logprobs[:1], tops[:1] = [None], [None]
-    offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": offsets}
+    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": offsets}
 
 
 def likeliest(top: Mapping[int, float], number: int) -> list[tuple[int, float]]:

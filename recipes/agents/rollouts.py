@@ -1,183 +1,82 @@
 """Samples conversations of programs: a row begins when its program asks, and continues when it asks again.
 
 Tokens, keys and masks of a row are those of core/chains/turns.py. What differs: prompts come while others are sampled,
-and a request that continues no earlier conversation begins a row of its own, a fork. The rows of a server (serve.py)
-have no end: one that a new conversation takes begins anew.
+and a request that continues no earlier conversation begins a row of its own, a fork.
 
-B rows of the rollout, F rows for forks.
+B rollouts. Row 2 i is of program i; odd rows are for forks, so that all shards of a mesh have both.
 """
 
+import contextlib
+import json
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
-from itertools import count
-from threading import Event
+from functools import cache, partial
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.chains.turns import Conversations, Record, form_of
 from core.records import Completions
-from core.sampler import Next, Sampler, Scheduler, Stops, Turn
+from core.sampler import Next, Sampler, Stops, Turn
 from envs.base import Problem, Reply, Step
 from envs.scoring.scorer import NO_WAIT, GradedReplies, WaitForMore
 from envs.scoring.worker import Failure
 from models.names import Weights
+from models.tokenizer import Tokenizer
+from recipes.agents.endpoint import FULL, Asked, Endpoint, Rewards
 from recipes.agents.host import AgentHost, AgentJob
-from recipes.agents.protocol import THINK, Sampled
-from recipes.agents.server import BadRequest
-from recipes.agents.sessions import FULL, Asked, Endpoint, Rewards
-from recipes.agents.texts import chat_prompt, check_forged
-from utils.batching import concatenate, select_rows
+from recipes.agents.protocol import THINK, BadRequest, Sampled
+from utils.batching import select_rows
 from utils.metrics.terminal import Wait
-from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
-from utils.threefry import make_key, threefry
+from utils.threefry import threefry
 
+remark = cache(print)  # prints a line once
 UNSCORED = "its program's last line is not valid JSON, and neither --reward nor a column answer grades its last reply"
 
 
-class AgentConversations(Conversations):
-    """The programs of a rollout, one for each row: what they ask, and what they are paid; or the rows of a server."""
+class RequestedRows(Conversations):
+    """Rows whose prompts and further messages are the requests of clients.
+
+    A subclass has `key_of` a row that begins, and `end`, which takes a program's rewards.
+    """
+
+    host: Endpoint
+    longest_prompt: int
 
     def prepare(self) -> None:
-        settings = self.env.rollouts.settings
-        self.num_rows = len(self.problems)
-        self.is_served = isinstance(settings, Endpoint)
-        if self.is_served:
-            self.host, self.blank, self.key = settings, self.problems[0], make_key(settings.seed)
-            self.longest_prompt = settings.context - 1
-        else:
-            self.host = self.stream.scorer.hold(partial(AgentHost, settings))
-            self.host.reset()
         self.host.tokenizer = self.tokenizer
         self.asked: dict[int, Asked] = {}  # what a row's next reply answers
         self.begun: dict[int, Sequence[int]] = {}  # tokens that begin a row's next reply, and are not sampled
-        self.sampled: dict[int, Sampled] = {}  # tokens of a row's last turn
-        self.parents: dict[int, int] = {}  # rows of forks, and those of their programs
-        self.kept: dict[int, int] = {}  # tokens of a row's last turn that its program got, if not all
-        self.unpaid = set(range(self.num_rows))
-        self.open, self.closed = set(self.unpaid), set()  # rows of programs that have not ended; rows that are over
-        self.numbers = count()  # of replies without a seed
-
-    def prompts(self) -> list[tuple[int, Problem]]:
-        """Returns the problems; what programs ask first replaces their messages."""
-        return super(Conversations, self).prompts()
-
-    def sample(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        wait: Wait,
-    ) -> Completions:
-        """Samples until all programs have ended; returns the rows of the rollout. As many others are for forks."""
-        self.wait, self.longest_prompt = wait, sampler.max_prompt_tokens
-        self.host.context = sampler.max_prompt_tokens + sampler.max_new_tokens
-        self.start(len(keys))
-        places = np.array([self.place(number) for number in range(2 * self.num_rows)])
-        of_places = np.zeros((2 * self.num_rows, 2), np.uint32)
-        of_places[places[: self.num_rows]] = keys
-        cancelled = sampler.cancelled or Event()
-        completions = select_rows(self.scheduler(sampler, weights, of_places).run(cancelled), places)
-        if cancelled.is_set():
-            raise Stop
-        is_auxiliary = np.isin(np.arange(len(places)), list(self.host.auxiliary))
-        completions = replace(completions, mask=completions.mask & ~is_auxiliary[:, None])
-        self.host.close(list(range(len(places))))  # programs may go on asking
-        is_fork = (np.arange(len(places)) >= self.num_rows) & completions.mask.any(axis=1)
-        self.forks, self.of_forks = np.flatnonzero(is_fork).tolist(), select_rows(completions, np.flatnonzero(is_fork))
-        return select_rows(completions, np.arange(self.num_rows))
-
-    def scheduler(self, sampler: Sampler, weights: Weights, keys: UInt32[np.ndarray, "B 2"]) -> Scheduler:
-        """Returns the rows of programs, whose prompts come while others are sampled."""
-        self.has_states = sampler.model.delta is not None
-        return Scheduler(self.listening(sampler), weights, [[]] * len(keys), keys)
+        self.sampled: dict[int, Sampled] = {}  # a row's last reply, until its client gets it
+        self.kept: dict[int, int] = {}  # tokens of a row's last turn that its client got, if not all
 
     def listening(self, sampler: Sampler) -> Sampler:
+        self.has_states = sampler.model.delta is not None
         return replace(super().listening(sampler), on_tokens=self.on_tokens)
-
-    def place(self, number: int) -> int:
-        """Returns the row of the scheduler: every second one is for a fork, so that the shards of a mesh have both."""
-        if self.is_served:
-            return number
-        return 2 * number if number < self.num_rows else 2 * (number - self.num_rows) + 1
-
-    def number(self, place: int) -> int:
-        return place if self.is_served else place // 2 + self.num_rows * (place % 2)
-
-    def start(self, num_forks: int) -> None:
-        """Starts the programs, with rows for their forks."""
-        forks = range(self.num_rows, self.num_rows + num_forks)
-        self.problems += [self.problems[0]] * num_forks
-        self.task_ids += [0] * num_forks
-        self.episodes += [Record(0) for _ in forks]
-        rows = zip(self.problems, self.episodes[: self.num_rows], strict=False)
-        jobs = [AgentJob(row, problem.answer, episode.game) for row, (problem, episode) in enumerate(rows)]
-        self.host.begin(jobs, deque(forks))
 
     def on_tokens(self, turn: Turn) -> bool:
         """Streams a reply; False if nobody waits for it."""
-        row = self.number(turn.row)
-        asked = self.asked[row]
-        if asked.on_tokens and not asked.has_left:
-            self.show(row, sampled_of(turn))
+        asked = self.asked[turn.row]
+        if asked.has_left:
+            self.unasked.add(turn.row)
+        elif asked.on_tokens:
+            self.host.call(asked.on_tokens, self.sampled_of(turn, self.reply(turn.row, turn.tokens)))
         return not asked.has_left
 
     def on_end(self, turn: Turn) -> None:
-        """Hands a reply to its program, with its tokens and their log-probabilities; the row waits."""
-        turn = turn._replace(row=self.number(turn.row))
-        kept = self.num_kept(turn.row, turn.tokens.tolist())
-        if self.has_states and kept < len(turn.tokens):
-            kept = -1  # the state of a Gated DeltaNet cannot go back
-        self.sampled[turn.row] = sampled_of(turn)._replace(is_whole=kept >= 0)
+        """Takes a reply that has ended; the row waits. A stop text is cut off if it begins with a token."""
         super().on_end(turn)
-        if 0 <= kept < len(turn.tokens):
-            self.kept[turn.row] = kept
-            episode = self.episodes[turn.row]
+        row, episode, kept = turn.row, self.episodes[turn.row], self.num_kept(turn.row, turn.tokens.tolist())
+        is_cut = 0 <= kept < len(turn.tokens) and not self.has_states  # the state of a Gated DeltaNet cannot go back
+        is_whole = is_cut or kept == len(turn.tokens)
+        self.sampled[row] = self.sampled_of(turn, episode.replies[-1])._replace(is_whole=is_whole)
+        if is_cut:
+            self.kept[row] = kept
             episode.last_token = int(turn.tokens[kept - 1]) if kept else -1
             episode.num_left = turn.num_left + len(turn.tokens) - kept
-
-    def on_wait(self, rows: Set[int], is_idle: bool, seconds: float, num_sampling: int) -> dict[int, Next]:
-        """Returns what programs ask next; once all have ended, the ends of the rows that are left."""
-        rows = {self.number(row) for row in rows}
-        if self.open:
-            found = super().on_wait(rows, is_idle, seconds, num_sampling)
-        else:  # without the replies that programs did not get
-            left = set(range(len(self.episodes))) - self.closed
-            unheard = (left - rows) | self.unasked
-            found = {row: Next(finished=True, num_kept=0 if row in unheard else None) for row in left}
-        return {self.place(row): following for row, following in found.items()}
-
-    def key_of(self, row: int) -> UInt32[np.ndarray, "2"] | None:
-        """Returns the sampling key of a row: of a request's seed, if it is served; of a fork, by its program's."""
-        if self.is_served:
-            asked = self.asked[row]
-            is_own = asked.request.seed is None
-            words = np.asarray(jax.random.key_data(self.key if is_own else make_key(asked.request.seed)))
-            number = np.array([next(self.numbers) if is_own else asked.index])
-            return np.concatenate(threefry((words[:1], words[1:]), number))
-        if row < self.num_rows:
-            return None
-        seed = self.episodes[self.parents[row]].seed
-        words = np.array([[seed >> 32]], np.uint32), np.array([[seed & 0xFFFFFFFF]], np.uint32)
-        forks = [fork for fork, parent in self.parents.items() if parent == self.parents[row]]
-        return np.concatenate(threefry(words, np.array([[1 + forks.index(row)]])), axis=1)[0]
-
-    def stops(self, row: int) -> Stops | None:
-        """Returns what ends a row's turn: texts and ids of its request, and the end of an only call."""
-        request = self.asked[row].request
-        texts, ids = [*request.stop], [*request.stop_token_ids]
-        form = None if request.parallel_tool_calls else form_of(self.tokenizer, self.env.dialect)
-        if form and request.schemas:
-            closing = self.tokenizer.added_ids.get(form.closing)
-            texts += [form.closing] if closing is None and form.closing else []
-            ids += [] if closing is None else [closing]
-        return Stops(tuple(texts), tuple(ids)) if texts or ids else None
 
     def num_kept(self, row: int, ids: Sequence[int]) -> int:
         """Returns how many tokens of a turn make the text before its stop text; -1: that ends within a token."""
@@ -189,45 +88,38 @@ class AgentConversations(Conversations):
                 return num_kept if len(known) == min(places) else -1
         return 0 if places else len(ids)
 
-    def show(self, row: int, sampled: Sampled) -> None:
-        """Hands the beginning of a reply to the client that reads it."""
-        reply, is_thinking = self.reply(row, np.array(sampled.ids, int)), self.opens_thoughts(sampled.prompt_ids)
-        self.host.server.call(self.asked[row].on_tokens, sampled._replace(reply=reply, is_thinking=is_thinking))
+    def sampled_of(self, turn: Turn, reply: Reply) -> Sampled:
+        """Returns a reply, or its beginning, as its client gets it."""
+        ids, logprobs = turn.tokens.tolist(), turn.logprobs.tolist()
+        is_thinking = self.opens_thoughts(turn.context)
+        return Sampled(reply, ids, logprobs, turn.is_truncated, prompt_ids=turn.context, is_thinking=is_thinking)
 
     def opens_thoughts(self, prompt: Sequence[int]) -> bool:
         return self.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK[0])
 
-    def send(self, rows: Set[int]) -> None:
-        """Gives programs their replies."""
-        for row in sorted(rows):
-            sampled = self.sampled.pop(row)
-            reply, is_thinking = self.episodes[row].replies[-1], self.opens_thoughts(sampled.prompt_ids)
-            self.host.answer(row, self.asked[row], sampled._replace(reply=reply, is_thinking=is_thinking))
-        self.unasked -= rows
-
-    def ask(self, rows: Set[int], num_needed: int, more: WaitForMore = NO_WAIT) -> dict[int, Asked | Rewards | Failure]:
-        self.send(rows & self.unasked)
-        return self.host.take(rows, num_needed, more)
-
     def observe(self, rows: Set[int], is_blocking: bool, more: WaitForMore = NO_WAIT) -> dict[int, Next]:
-        outcomes = self.ask(rows, int(is_blocking), more)
+        """Gives clients the replies of rows; returns what they ask next, as tokens, or the ends of their rows."""
+        for row in sorted(rows & self.unasked):
+            if not self.asked[row].has_left:
+                self.host.answer(row, self.asked[row], self.sampled.pop(row))
+                self.unasked.discard(row)
+        outcomes = self.host.take(rows, int(is_blocking), more)
         found = {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
         return {row: following for row, following in found.items() if following is not None}
 
     def observation(self, row: int, outcome: Asked | Rewards | Failure) -> Next | None:
-        """Returns what a program asks, as tokens, or the end of its row; None: it is refused."""
+        """Returns what a client asks, as tokens, or the end of a program's row; None: it is refused."""
         if not isinstance(outcome, Asked):
             return self.end(row, outcome)
         if outcome.has_left:
             return None
         self.asked[row] = outcome
+        self.unasked.discard(row)
         try:
             following = self.opening(row, outcome) if outcome.is_new else self.continued(row, outcome)
         except UserError as error:  # the chat template does not take these messages
             self.host.answer(row, outcome, BadRequest(str(error)))
             return None
-        if not following.tokens:
-            return following
         return following._replace(
             key=self.key_of(row) if following.begins else None,
             num_kept=self.kept.pop(row, None),
@@ -236,16 +128,19 @@ class AgentConversations(Conversations):
             distribution=outcome.distribution,
         )
 
+    def stops(self, row: int) -> Stops | None:
+        """Returns what ends a row's turn: texts and ids of its request, and the end of an only call."""
+        request = self.asked[row].request
+        texts, ids = [*request.stop], [*request.stop_token_ids]
+        form = None if request.parallel_tool_calls else form_of(self.tokenizer, self.env.dialect)
+        if form and request.schemas and form.closing:
+            closing = self.tokenizer.added_ids.get(form.closing)
+            (texts if closing is None else ids).append(form.closing if closing is None else closing)
+        return Stops(tuple(texts), tuple(ids)) if texts or ids else None
+
     def opening(self, row: int, asked: Asked) -> Next:
         """Returns the prompt of a conversation that begins. Raises: UserError for one that is too long."""
-        if self.is_served:
-            self.episodes[row] = Record(0)
-        elif row >= self.num_rows:
-            self.parents[row] = self.host.parents[row]
-            self.task_ids[row] = self.task_ids[self.parents[row]]
-            self.problems[row] = self.problems[self.parents[row]]
-        problem = self.blank if self.is_served else self.problems[row]
-        request, prompt = asked.request, asked.prompt
+        request, prompt, problem = asked.request, asked.prompt, self.problems[row]
         if not prompt:
             if request.schemas and form_of(self.tokenizer, self.env.dialect) is None:
                 raise UserError("tools is not supported: the chat template writes calls in a form that is not read")
@@ -274,49 +169,90 @@ class AgentConversations(Conversations):
         return super().reply(row, np.append(np.array(self.begun[row], int), turn))
 
     def continued(self, row: int, asked: Asked) -> Next:
-        """Returns what follows a row's last reply, or its end if that is too long."""
+        """Returns what follows a row's last reply."""
         tokenizer, episode = check_forged(self.tokenizer, asked.messages), self.episodes[row]
         tokens = self.encode(row, Step(list(asked.messages)), tokenizer)
         tokens = [*tokens, *self.beginning(row, asked, tokens)]
-        if len(tokens) < episode.num_left:
-            episode.messages.append(list(asked.messages))
-            return Next(tokens)
-        return self.overflow(row)
+        if len(tokens) >= episode.num_left:
+            return self.overflow(row)
+        episode.messages.append(list(asked.messages))
+        return Next(tokens)
 
     def overflow(self, row: int) -> Next:
-        """Returns the end of a row whose program asks for more than fits; the row of a server stays."""
-        if self.is_served:
-            raise UserError(FULL)
-        self.host.close([row])
-        return self.over(row, "max_tokens")
+        """Returns the end of a row that has no room for what its client asks. Raises: UserError if it stays."""
+        raise UserError(FULL)
 
-    def over(self, row: int, stop: str) -> Next:
-        """Returns the end of a row."""
-        self.episodes[row].stop = self.episodes[row].stop or stop
-        self.closed.add(row)
-        self.open.discard(row)
-        self.wait.done += row < self.num_rows
-        return Next(finished=stop != "max_tokens")
+
+class AgentConversations(RequestedRows):
+    """The programs of a rollout: what they ask, and what they are paid."""
+
+    host: AgentHost
+
+    def prepare(self) -> None:
+        self.host = self.stream.scorer.hold(partial(AgentHost, self.env.rollouts.settings))
+        self.host.reset()
+        super().prepare()
+        self.problems = [problem for problem in self.problems for _ in "12"]
+        self.episodes = [each for episode in self.episodes for each in (episode, Record(0))]
+        self.unpaid = set(range(0, len(self.problems), 2))
+
+    def prompts(self) -> list[tuple[int, Problem]]:
+        return []  # programs ask
+
+    def sample(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        wait: Wait,
+    ) -> Completions:
+        """Samples until all programs have ended; returns their rows and those of forks."""
+        rows = range(len(self.problems))
+        self.longest_prompt = sampler.max_prompt_tokens
+        self.host.context = sampler.max_prompt_tokens + sampler.max_new_tokens
+        jobs = [AgentJob(row, self.problems[row].answer, self.episodes[row].game) for row in rows[::2]]
+        self.host.begin(jobs, deque(rows[1::2]))
+        completions = super().sample(sampler, weights, [[]] * len(rows), np.repeat(keys, 2, axis=0), wait)
+        self.host.close(rows)  # programs may go on asking
+        is_auxiliary = np.isin(rows, list(self.host.auxiliary))
+        return replace(completions, mask=completions.mask & ~is_auxiliary[:, None])
+
+    def key_of(self, row: int) -> UInt32[np.ndarray, "2"] | None:
+        """Returns the key of a fork, by its program's and its number."""
+        if row % 2 == 0:
+            return None
+        parent, number = self.host.parents[row]
+        seed = self.episodes[parent].seed
+        words = np.array([[seed >> 32]], np.uint32), np.array([[seed & 0xFFFFFFFF]], np.uint32)
+        return np.concatenate(threefry(words, np.array([[number]])), axis=1)[0]
+
+    def overflow(self, row: int) -> Next:
+        self.host.close([row])
+        self.episodes[row].stop = "max_tokens"
+        self.wait.done += row % 2 == 0
+        return Next()
 
     def end(self, row: int, outcome: Rewards | Failure) -> Next:
-        """Takes the reward of a program that has ended; its forks end with it."""
-        if row < self.num_rows:
+        """Takes the reward of a program that has ended. What it did not get is not trained."""
+        if row % 2 == 0:
             self.unpaid.discard(row)
+            self.wait.done += 1
             if isinstance(outcome, Failure):
-                self.failures[row] = outcome
+                self.failures[row // 2] = outcome
             else:
                 self.episodes[row].scores.update(outcome)
-        return self.over(row, "done")
+        self.episodes[row].stop = self.episodes[row].stop or "done"
+        return Next(finished=True, num_kept=0 if row in self.unasked else None)
 
     def finish(self) -> GradedReplies:
         """Waits for programs whose rows are full; grades the last replies of those that print no reward."""
-        self.unasked.clear()  # replies that came after their programs had ended
         while self.unpaid:
             for row, outcome in self.host.take(self.unpaid, 1).items():
                 if not isinstance(outcome, Asked):  # which is refused
                     self.end(row, outcome)
-        for rows in self.problems, self.task_ids, self.episodes:
-            del rows[self.num_rows :]
+        self.unasked.clear()  # replies that came after their programs had ended
+        self.problems, self.episodes = self.problems[::2], self.episodes[::2]
         silent = {}
         for row, episode in enumerate(self.episodes):
             episode.replies = episode.replies or [Reply("")]
@@ -337,21 +273,40 @@ class AgentConversations(Conversations):
 
     def records(self, completions: Completions) -> dict[str, Any]:
         """Returns fields of Episodes; a program's other conversations are further rows of its rollout."""
-        fields = super().records(completions)
-        if not self.forks:
-            return fields
-        rollout = np.concatenate([fields["rollout"], [self.parents[number] for number in self.forks]])
-        order = np.argsort(rollout, kind="stable")
-        rows = concatenate([completions, self.of_forks])
-        return fields | {"completions": select_rows(rows, order), "rollout": rollout[order]}
+        rows = np.arange(len(completions.mask))
+        rollouts = np.array([self.host.parents.get(row, (row, 0))[0] // 2 for row in rows.tolist()])
+        order = np.argsort(2 * rollouts + rows % 2, kind="stable")  # a program's own row comes first
+        order = order[(order % 2 == 0) | completions.mask.any(axis=1)[order]]
+        rows = select_rows(completions, order)
+        return super().records(completions) | {"completions": rows, "rollout": rollouts[order]}
 
 
-def sampled_of(turn: Turn) -> Sampled:
-    """Returns a reply as its program gets it."""
-    return Sampled(
-        None,
-        ids=turn.tokens.tolist(),
-        logprobs=turn.logprobs.tolist(),
-        is_truncated=turn.is_truncated,
-        prompt_ids=turn.context,
-    )
+def chat_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """Returns the tokens of a conversation, without thoughts of earlier replies and names if the template hides them.
+
+    Raises: UserError as `Tokenizer.chat`.
+    """
+    for hidden in ((), ("reasoning_content",), ("name",), ("reasoning_content", "name")):
+        messages = [{key: x for key, x in said.items() if key not in hidden} for said in problem.messages]
+        with contextlib.suppress(UserError):
+            ids = tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+            if "name" in hidden:
+                remark("the chat template shows no names of messages: they are left out")
+            return ids
+    return tokenizer.chat(messages, problem.thinking, "", problem.plain, problem.tools)
+
+
+def check_forged(tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Returns a tokenizer to which special tokens in messages are text.
+
+    Raises: UserError for tokens that the chat template writes itself: a message must not forge a turn.
+    """
+    spelled = tokenizer.spelled([{"role": "user", "content": json.dumps(said, ensure_ascii=False)}])
+    if not spelled:
+        return tokenizer
+    written = tokenizer.template + tokenizer.hf.decode(tokenizer.stop_ids)
+    with contextlib.suppress(UserError):
+        written += tokenizer.render([{**message, "content": ""} for message in said if "role" in message], None)
+    if forged := next((sign for sign in spelled if sign in written), ""):
+        raise UserError(f"a message spells {forged}, which is a token of the chat template: leave it out")
+    return replace(tokenizer, plain=frozenset(spelled))

@@ -27,17 +27,18 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 from threading import Event
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
-from core.chains.turns import form_of
+from core.chains.turns import Record, form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
-from core.sampler import SamplingConfig, make_sampler
-from envs.base import Env, OwnRollouts, Problem
+from core.sampler import Next, SamplingConfig, Scheduler, make_sampler
+from envs.base import Env, Problem
 from envs.tools.calls import FORMS
 from models import decoder
 from models.architecture import Decoder
@@ -45,17 +46,18 @@ from models.distribution import MAX_SUPPORT, Distribution, softmax_outputs
 from models.memory import pages_that_fit, sampling_room
 from models.names import Array, Policy
 from models.tokenizer import GENERATION_CONFIG, Tokenizer
-from recipes.agents.protocol import MAX_TOP, CompletionRequest, GenerateRequest, Request, Sampled
-from recipes.agents.rollouts import AgentConversations
-from recipes.agents.server import JSON, Answer, BadRequest, Caller, Server
-from recipes.agents.sessions import FULL, Endpoint, Session
+from recipes.agents.endpoint import FULL, LOCAL, Asked, Endpoint, Session
+from recipes.agents.protocol import MAX_TOP, PATHS, BadRequest, Request, Sampled
+from recipes.agents.rollouts import RequestedRows
 from utils.batching import bucket
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.devices.threads import LAUNCHING
+from utils.metrics.terminal import Wait
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
+from utils.threefry import make_key, threefry
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
 DIALECT = "qwen"  # calls of tools are read as the chat template writes them
@@ -76,7 +78,7 @@ class ServeConfig:
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port {self.port} is not a port: give 1 to 65535, or 0")
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
+        if self.host not in LOCAL and not self.api_key:
             raise UserError(f"--host {self.host} lets other machines in: set LMPO_API_KEY to a key that they must have")
         if self.context < 2 or self.rows < 1:
             raise UserError("--context must be at least 2, and --rows at least 1: raise the lower one")
@@ -134,40 +136,31 @@ score = jax.jit(decoder.token_outputs, static_argnums=(0, 3))
 class ModelEndpoint(Endpoint):
     """Answers requests; rows of the cache belong to the conversations that were used last."""
 
-    def __init__(self, config: ServeCommand, name: str, num_rows: int, context: int, model: Decoder, params: Policy):
-        self.api_key, self.seed = config.serve.api_key, config.model.seed
-        self.num_rows, self.context = num_rows, context
-        self.model, self.params, self.default = model, params, Unrecorded()
-        handlers = {
-            "GET /v1/models": self.models,
-            "POST /v1/chat/completions": self.chat,
-            "POST /v1/completions": partial(self.complete, CompletionRequest),
-            "POST /inference/v1/generate": partial(self.complete, GenerateRequest),
-        }
-        server = Server(handlers, config.serve.host, config.serve.port, stops_work=True)
-        super().__init__(server, name, DIALECT, num_places=num_rows)
+    paths = PATHS
+    stops_work = True
+
+    def __init__(
+        self, name: str, serve: ServeConfig, num_rows: int, model: Decoder, params: Policy, default: Unrecorded
+    ):
+        super().__init__(name, DIALECT, num_places=num_rows, host=serve.host, port=serve.port)
+        self.api_key, self.num_rows = serve.api_key, num_rows
+        self.model, self.params, self.default = model, params, default
 
     def take_row(self, session: Session) -> int:
         """Returns a row that is free, or that of the conversation that was not used for longest."""
         free = [row for row in range(self.num_rows) if row not in self.dialogues]
-        return next(row for row in (*free, *self.dialogues) if row not in self.pending)
+        return next(iter([*free, *[row for row, dialogue in self.dialogues.items() if not dialogue.asked]]))
 
-    def session_of(self, caller: Caller) -> Session:
-        if not caller.key.startswith(self.api_key):
+    def session_of(self, key: str) -> Session:
+        if not key.startswith(self.api_key):
             raise BadRequest("the key is wrong", status=401)
-        return Session(caller.key)
+        return Session(key)
 
     def distribution_of(self, request: Request) -> Unrecorded:
-        given = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
         try:
-            return distribution_with(self.default, given, self.model.vocab_size)
+            return distribution_with(self.default, request.model_dump(), self.model.vocab_size)
         except UserError as error:
-            raise BadRequest(str(error).replace("--", ""), next(iter(given))) from error
-
-    async def complete(self, kind: type[CompletionRequest], body: JSON, caller: Caller) -> Answer:
-        self.session_of(caller)
-        request = kind.read(body)
-        return await self.respond(request, [*map(self.encode, request.prompt)], caller)
+            raise BadRequest(str(error).replace("--", "")) from error
 
     def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Returns the ids of a prompt. Raises: BadRequest for one that is too long, and for ids without a token."""
@@ -205,24 +198,49 @@ class ModelEndpoint(Endpoint):
         return sampled._replace(top=top, logprobs=[known.get(i, logprob) for known, i, logprob in sampled_ones])
 
 
-def default_distribution(tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
-    """Returns the distribution of requests that name none: that of the folder's generation_config.json."""
-    folder = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
-    found = {name: folder[name] for name in ("temperature", "top_k", "top_p", "min_p") if folder.get(name) is not None}
-    if 0 < found.get("top_k", 0) < vocab_size:
-        found["top_k"] = min(found["top_k"], MAX_SUPPORT)  # the first line of the server tells it
-    return distribution_with(Unrecorded(), found, vocab_size)
+class ServedRows(RequestedRows):
+    """Rows of a server, without an end: one that a new conversation takes begins anew. Keys are of requests' seeds."""
+
+    def __init__(self, host: ModelEndpoint, tokenizer: Tokenizer, blank: Problem, seed: int):
+        self.host, self.tokenizer, self.blank, self.key, self.numbers = host, tokenizer, blank, make_key(seed), count()
+        self.env, self.longest_prompt, self.wait = Env(), host.context - 1, Wait("")
+        self.env.dialect = DIALECT
+        self.problems, self.episodes = [blank] * host.num_rows, [Record(0)] * host.num_rows
+        self.unasked, self.was_in_vain = set(), False
+        self.prepare()
+
+    def opening(self, row: int, asked: Asked) -> Next:
+        self.problems[row], self.episodes[row] = self.blank, Record(0)
+        return super().opening(row, asked)
+
+    def key_of(self, row: int) -> UInt32[np.ndarray, "2"]:
+        asked = self.asked[row]
+        seed, number = asked.request.seed, asked.index
+        key, number = (self.key, next(self.numbers)) if seed is None else (make_key(seed), number)
+        words = np.asarray(jax.random.key_data(key))
+        return np.concatenate(threefry((words[:1], words[1:]), np.array([number])))
 
 
-def distribution_with(default: Unrecorded, given: Mapping[str, float], vocab_size: int) -> Unrecorded:
-    """Returns a distribution with these values; a top_k of the vocabulary's size, or more, is all tokens.
+def distribution_with(default: Unrecorded, given: Mapping[str, float | None], vocab_size: int) -> Unrecorded:
+    """Returns a distribution with those of these values that are not None; a top_k of the vocabulary's size is none.
 
     Raises: UserError for values that cannot be sampled.
     """
-    more = {"temperature": 0.0} if 0 < given.get("temperature", 1) < GREEDY else {}
-    if not 0 <= given.get("top_k", 0) < vocab_size:
-        more["top_k"] = 0
-    return replace(default, **given | more)
+    names = "temperature", "top_k", "top_p", "min_p"
+    found = {name: given[name] for name in names if given.get(name) is not None}
+    if 0 < found.get("temperature", 1) < GREEDY:
+        found["temperature"] = 0.0
+    if not 0 <= found.get("top_k", 0) < vocab_size:
+        found["top_k"] = 0
+    return replace(default, **found)
+
+
+def default_distribution(tokenizer: Tokenizer, vocab_size: int) -> Unrecorded:
+    """Returns the distribution of requests that name none, of generation_config.json: a top_k too large is lowered."""
+    given = {"top_k": 0} | json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
+    if 0 < (given["top_k"] or 0) < vocab_size:
+        given["top_k"] = min(given["top_k"], MAX_SUPPORT)
+    return distribution_with(Unrecorded(), given, vocab_size)
 
 
 def main(config: ServeCommand) -> None:
@@ -230,29 +248,28 @@ def main(config: ServeCommand) -> None:
     layout, serve = make_layout(config.devices, config.model.model_dir), config.serve
     model, params, tokenizer = load_last(config.model.model_dir, config, layout)
     context, distribution = min(serve.context, model.num_positions), default_distribution(tokenizer, model.vocab_size)
+    if serve.temperature >= 0:
+        distribution = distribution_with(distribution, {"temperature": serve.temperature}, model.vocab_size)
     sampler = make_sampler(SamplingConfig(), model, tokenizer, layout, 1)
     rollout, room = sampling_room(model, layout, params, bucket(context))
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
     sampler = replace(
-        sampler.on(rollout), paging=paging, distribution=distribution, max_new_tokens=context,
+        sampler.on(rollout), paging=paging, distribution=Unrecorded(), max_new_tokens=context,
         max_prompt_tokens=context - 1,
     )  # fmt: skip
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)
-    env, endpoint = Env(), ModelEndpoint(config, name, num_rows, context, model, params)
-    if serve.temperature >= 0:
-        distribution = distribution_with(distribution, {"temperature": serve.temperature}, model.vocab_size)
-    endpoint.tokenizer, endpoint.default = tokenizer, distribution
-    with endpoint.server:
-        env.dialect, env.rollouts = DIALECT, OwnRollouts("", "", endpoint)
-        blanks, keys = [Problem([], None, thinking=thinking)] * num_rows, np.zeros((num_rows, 2), np.uint32)
-        served = AgentConversations(env, tokenizer, layout, blanks, np.zeros(num_rows, int), keys, stream=None)
-        scheduler = served.scheduler(sampler, sampler.load_weights(params), keys)
-        form = form_of(tokenizer, DIALECT)
-        calls = f"calls of tools as {next(key for key, x in FORMS.items() if x is form)}" if form else "no tools"
-        sampled = f"temperature {distribution.temperature:g}, top_p {distribution.top_p:g}, top_k {distribution.top_k}"
-        print(f"{name}: http://{serve.host}:{endpoint.server.port}/v1, {num_rows} conversations of up to "
-              f"{context:,} tokens, {sampled} by default, {calls} (Ctrl-C ends)", flush=True)  # fmt: skip
+    endpoint = ModelEndpoint(name, serve, num_rows, model, params, distribution)
+    endpoint.context = context
+    served = ServedRows(endpoint, tokenizer, Problem([], None, thinking=thinking), config.model.seed)
+    keys = np.zeros((num_rows, 2), np.uint32)  # requests bring their own
+    scheduler = Scheduler(served.listening(sampler), sampler.load_weights(params), [[]] * num_rows, keys)
+    form = form_of(tokenizer, DIALECT)
+    calls = f"calls of tools as {next(key for key, x in FORMS.items() if x is form)}" if form else "no tools"
+    sampled = f"temperature {distribution.temperature:g}, top_p {distribution.top_p:g}, top_k {distribution.top_k}"
+    with endpoint:
+        print(f"{name}: http://{serve.host}:{endpoint.port}/v1, {num_rows} conversations of up to {context:,} tokens, "
+              f"{sampled} by default, {calls} (Ctrl-C ends)", flush=True)  # fmt: skip
         try:
             scheduler.run(Event())
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,10 +24,9 @@ from envs.base import Reply  # noqa: E402
 from envs.scoring.worker import Failure  # noqa: E402
 from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
+from recipes.agents.endpoint import BUDGET, Asked, Endpoint, Session  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, passed_variables, read_rewards  # noqa: E402
 from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
-from recipes.agents.server import Caller, Server  # noqa: E402
-from recipes.agents.sessions import BUDGET, Asked, Endpoint, Session  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
@@ -36,35 +36,32 @@ HELLO = {"role": "user", "content": "hello"}
 # Sessions
 
 
-class Loop:
-    """A server whose thread is the test's."""
-
-    stops_work = False
-
-    def call(self, function, *arguments):
-        function(*arguments)
-
-
 class Script(Endpoint):
     """Answers each request by its number; `is_whole`: whether its rows hold what it answers."""
 
     def __init__(self, num_rows: int = 9, max_calls: int = 0, is_whole: bool = True, num_places: int = 0):
-        super().__init__(Loop(), "script", "qwen", max_calls, num_places)
+        super().__init__("script", "qwen", max_calls, num_places)
+        self.socket.close()
         self.tokenizer = load_tokenizer(ROOT / "models/tiny")
         self.rows, self.asked, self.is_whole = deque(range(num_rows)), [], is_whole
-        self.session = Session("key")
+        self.talker = Session("key")
 
     def take_row(self, session):
         return self.rows.popleft()
 
-    def session_of(self, caller):
-        return self.session
+    def session_of(self, key):
+        return self.talker
 
-    def ask(self, dialogue, asked):
-        super().ask(dialogue, asked)
-        self.asked.append((dialogue.row, asked))
+    def publish(self, row, asked):
+        self.asked.append((row, asked))
         reply = Sampled(Reply(f"reply {len(self.asked)}"), (1,), (-0.5,), is_whole=self.is_whole)
         asyncio.get_running_loop().call_soon(self.settle, asked, reply)
+
+
+def asking(is_retry: bool = False) -> SimpleNamespace:
+    """The HTTP part of a request."""
+    url = SimpleNamespace(hostname="localhost")
+    return SimpleNamespace(url=url, headers={"x-stainless-retry-count": str(int(is_retry))})
 
 
 def talk(script: Script, *requests: tuple) -> list[dict]:
@@ -74,8 +71,8 @@ def talk(script: Script, *requests: tuple) -> list[dict]:
         said = []
         for messages, is_retry, *more in requests:
             sent = {"messages": [m if isinstance(m, dict) else said[m] for m in messages], **(more or [{}])[0]}
-            request = ChatRequest.read(sent)
-            sampled = await script.samples(Caller("key", is_retry), request)
+            request = ChatRequest(**sent)
+            sampled = await script.replies(asking(is_retry), request, [()])
             said.append(reply_message(request, sampled[0], script.dialect))
         return said
 
@@ -99,7 +96,7 @@ def test_a_request_continues_behind_the_replies_as_they_were_returned():
     assert [row for row, _ in script.asked] == [0, 0, 1, 2, 0]
     assert [asked.is_new for _, asked in script.asked] == [True, False, True, True, False]
     assert [len(asked.messages) for _, asked in script.asked] == [1, 1, 3, 1, 1]
-    assert (script.session.num_calls, len(script.dialogues)) == (5, 3)
+    assert (script.talker.num_calls, len(script.dialogues)) == (5, 3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,7 @@ def test_a_retry_gets_the_answer_of_the_one_equal_request():
     script = Script()
     said = talk(script, ([HELLO], False), ([HELLO], True), ([HELLO], True, {"max_tokens": 3}), ([HELLO], False))
     assert said[0] == said[1] != said[2]
-    assert (len(script.asked), script.session.num_calls) == (3, 3)
+    assert (len(script.asked), script.talker.num_calls) == (3, 3)
     again = talk(script, ([HELLO], True))
     assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
 
@@ -135,8 +132,8 @@ def test_requests_beyond_the_rows_wait_in_their_order():
     script.settle = lambda asked, sampled: held.append(asked)
 
     async def run():
-        sent = [ChatRequest.read({"messages": [HELLO], "max_tokens": i}) for i in range(1, 6)]
-        tasks = [asyncio.ensure_future(script.samples(Caller("key"), request)) for request in sent]
+        sent = [ChatRequest(messages=[HELLO], max_tokens=i) for i in range(1, 6)]
+        tasks = [asyncio.ensure_future(script.replies(asking(), request, [()])) for request in sent]
         for _ in range(5):
             while not held:
                 await asyncio.sleep(0)
@@ -163,18 +160,13 @@ def test_behind_the_budget_comes_a_text_that_is_not_sampled():
     [
         ("0.5", {"return": 0.5, "correct_answer": 0.0}),
         ("1", {"return": 1.0, "correct_answer": 1.0}),
-        ("true", {"return": 1.0, "correct_answer": 1.0}),
         ('{"reward": 2, "style": 1}', {"return": 2.0, "style": 1.0, "correct_answer": 1.0}),
         ('{"a": 0.25, "b": 0.25}', {"a": 0.25, "b": 0.25, "return": 0.5, "correct_answer": 0.0}),
         ('{"return": 1, "correct_answer": 0}', {"return": 1.0, "correct_answer": 0.0}),
         ("done", {}),
-        ('"1"', {}),
-        ("", {}),
         ("null", "null"),
         ('{"reward": null}', "numbers"),
         ("NaN", "numbers"),
-        ("1e999", "numbers"),
-        ('{"reward": "high"}', "numbers"),
         ("{}", "numbers"),
         ('{"length": 1}', "length"),
     ],
@@ -304,18 +296,9 @@ def test_a_function_that_is_not_there_is_found_at_the_start(program, agent, reas
         pass
 
 
-@pytest.mark.parametrize(
-    "command,given,per_core", [("agent.py:play", 0, 32), ("python agent.py", 0, 4), ("agent.py:play", 3, 0)]
-)
-def test_functions_fill_the_slots_of_the_sampler(command, given, per_core):
-    host = AgentHost(AgentSettings(command=command, num_processes=given))
-    host.server.socket.close()
-    assert host.places._value == (given or per_core * os.cpu_count())
-
-
 def test_the_server_leaves_the_handlers_of_other_logs_open():
-    handler = logging.StreamHandler(io.StringIO())
-    with Server({}):
+    handler, settings = logging.StreamHandler(io.StringIO()), AgentSettings("true")
+    with AgentHost(settings):
         assert handler in [each() for each in logging._handlerList], "closing takes it off this list"
 
 
@@ -355,20 +338,18 @@ REQUESTS = {  # method, path, body, a header, status
     "another site": ("POST", CHAT, GOOD, {"Origin": "http://evil.example"}, 400),
     "no key": ("POST", CHAT, GOOD, {}, 401),
     "another key": ("POST", CHAT, GOOD, {"Authorization": "Bearer another"}, 401),
-    "no JSON": ("POST", CHAT, "{", {}, 400),
     "another path": ("GET", "/etc/passwd", None, {}, 404),
     "another method": ("PUT", "/v1/models", "", {}, 405),
-    "a long body": ("POST", CHAT, " " * 2_100_000, {}, 400),
 }
 
 
 def test_requests_of_others_are_refused_and_hold_nobody_up(program):
     with AgentHost(AgentSettings(f"{program}:play")) as host:
         for name, (method, path, body, headers, status) in REQUESTS.items():
-            connection = http.client.HTTPConnection("127.0.0.1", host.server.port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", host.port, timeout=10)
             connection.request(method, path, body, headers)
             assert connection.getresponse().status == status, name
-        cut = http.client.HTTPConnection("127.0.0.1", host.server.port)
+        cut = http.client.HTTPConnection("127.0.0.1", host.port)
         cut.putrequest("POST", CHAT)
         cut.putheader("Content-Length", "100")
         cut.endheaders(b"{")  # the rest never comes

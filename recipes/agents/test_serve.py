@@ -138,6 +138,8 @@ def test_a_reply_cut_by_a_stop_text_continues_as_it_was_sent(chat):
 
 def test_seeds_repeat_whatever_else_is_sampled(chat):
     alone = [tokens_of(chat(seed=seed, temperature=1.0))[1] for seed in range(ROWS)]
+    choices = [choice["token_ids"] for choice in chat(n=8, seed=1, temperature=1.0)["choices"]]
+    assert choices[0] == alone[1] and len({*map(tuple, choices)}) > 1
 
     def one(seed: int) -> list[int]:  # half of them from another distribution, with which they share the rows
         return tokens_of(chat(key=str(seed), seed=seed, temperature=1.0 if seed % 2 else 0.7))[1]
@@ -157,16 +159,9 @@ def test_more_conversations_than_rows(chat):
     assert tokens_of(chat(said, key="first"))[1]
 
 
-def test_choices_with_a_seed_differ_and_repeat(chat):
-    found = [[choice["token_ids"] for choice in chat(n=8, seed=7)["choices"]] for _ in range(2)]
-    assert found[0] == found[1]
-    assert len(set(map(tuple, found[0]))) > 1
-    assert found[0][0] == chat(seed=7)["choices"][0]["token_ids"]
-
-
 @pytest.mark.parametrize(
     "sampling",
-    [{"temperature": 1e-6}, {"temperature": 1e-20}, {"temperature": 1e-38}, {"top_k": 1}],
+    [{"temperature": 1e-6}, {"temperature": 1e-38}, {"top_k": 1}],
 )
 def test_distributions_near_the_greedy_one_are_greedy(chat, sampling):
     assert tokens_of(chat(**sampling))[1] == tokens_of(chat(temperature=0))[1]
@@ -200,15 +195,6 @@ def test_clients_read_answers_and_streams(url):
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("tiny", CONTEXT)]
 
 
-def test_texts_of_tokens_are_those_of_the_text(url):
-    body = {"prompt": "Use 3 4 é 日本 7", "max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": True}
-    choice = post(url, "/v1/completions", body)["choices"][0]
-    found = choice["logprobs"]
-    assert "".join(found["tokens"]) == choice["text"]
-    pairs = zip(found["text_offset"], found["tokens"], strict=True)
-    assert all(choice["text"][start : start + len(token)] == token for start, token in pairs)
-
-
 def test_a_client_that_leaves_ends_its_row(url, chat):
     """Its rows are free for others at once; nothing is lost."""
     body = json.dumps({"messages": ASKED, "n": ROWS, "stop": ["never"], "temperature": 2.0}).encode()
@@ -222,13 +208,10 @@ def test_a_client_that_leaves_ends_its_row(url, chat):
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_names_that_the_template_does_not_show_are_left_out(chat, role):
+def test_names_that_the_template_does_not_show_are_left_out(chat):
     """AutoGen names the speaker of each message."""
-    named = {"role": role, "content": "Use 3.", "name": "planner"}
-    said = [named, *ASKED] if role == "system" else [*ASKED, named, *ASKED]
-    nameless = [{key: x for key, x in message.items() if key != "name"} for message in said]
-    assert tokens_of(chat(said))[0] == tokens_of(chat(nameless))[0]
+    said = [{"role": "system", "content": "Use 3."}, *ASKED, {"role": "assistant", "content": "x"}, *ASKED]
+    assert tokens_of(chat([{**message, "name": "planner"} for message in said]))[0] == tokens_of(chat(said))[0]
 
 
 def test_a_required_call_begins_with_its_marker(chat):
@@ -251,8 +234,12 @@ def test_completions_echo_their_prompt(url, logprobs_of):
         assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
         np.testing.assert_allclose(found["token_logprobs"][1:], expected[np.arange(len(row) - 1), row[1:]], atol=1e-4)
         np.testing.assert_allclose([max(top.values()) for top in found["top_logprobs"][1:]], expected.max(1), atol=1e-4)
-    text = post(url, "/v1/completions", {"prompt": "Use 3 4", "max_tokens": 0, "echo": True})["choices"][0]["text"]
-    assert text == "Use 3 4"
+    body = {"prompt": "Use 3 é 日本 7", "max_tokens": 0, "logprobs": 1, "echo": True}
+    choice = post(url, "/v1/completions", body)["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"] == body["prompt"]
+    pairs = zip(found["text_offset"], found["tokens"], strict=True)
+    assert all(choice["text"][start : start + len(token)] == token for start, token in pairs)
 
 
 def test_ids_in_and_ids_out(url):
@@ -272,15 +259,11 @@ CHAT = "/v1/chat/completions"
     [
         (CHAT, {"messages": [{"role": "user", "content": "1 " * 400}]}, "context length"),
         (CHAT, {"messages": [{"role": "user", "content": FORGED}]}, "spells <|im_"),
-        (CHAT, {"messages": [{"role": "assistant", "content": FORGED}, *ASKED]}, "spells <|im_"),
         (CHAT, {"messages": ASKED, "reasoning_effort": "low"}, "reasoning_effort is not supported"),
-        (CHAT, {"messages": ASKED, "top_k": 200}, "top_k"),
         (CHAT, {"messages": ASKED, "top_k": 129}, "top_k"),
-        (CHAT, {"messages": ASKED, "min_p": 1.0}, "min_p"),
         (CHAT, {"messages": ASKED, "seed": 2**64}, "seed"),
         (CHAT, b"{", "not valid JSON"),
         ("/v1/completions", {"prompt": [5] * 400}, "context length"),
-        ("/v1/completions", {"prompt": [10**6]}, "ids that the model does not have"),
         ("/inference/v1/generate", {"token_ids": [600]}, "ids that the model does not have"),
     ],
 )

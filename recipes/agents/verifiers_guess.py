@@ -1,6 +1,6 @@
 """An environment of verifiers in its published form, and the function by which it is played against the policy.
 
-    pip install "verifiers<0.4"    # 0.4 has another form of environments
+    pip install "verifiers<0.4"    # 0.4 has tasksets and harnesses instead
     python recipes/agents/verifiers_guess.py runs/verifiers    # writes the rows: numbers of its examples
     python core/grpo.py --config recipes/agents/preset.py --agent recipes/agents/verifiers_guess.py:play \\
         --env_options path=runs/verifiers/train.jsonl,test_path=runs/verifiers/test.jsonl
@@ -18,9 +18,12 @@ from pathlib import Path
 
 try:
     import verifiers as vf
-    from datasets import Dataset
 except ImportError:  # of the tests
     vf = None
+else:
+    if not hasattr(vf, "MultiTurnEnv"):
+        raise ImportError('this release of verifiers has no MultiTurnEnv: pip install "verifiers<0.4"')
+    from datasets import Dataset
 
 SIZES = {"train": 4000, "test": 256}
 

@@ -180,7 +180,7 @@ class Preferences(Demonstrations):
     def __init__(self, config: DPOConfig, tokenizer: Tokenizer):
         super().__init__(config, tokenizer)
         stored = config.data.pairs_from
-        if stored and load_tokenizer(find_model(resolve_model_dir(stored))).ids != tokenizer.ids:
+        if stored and load_tokenizer(find_model(resolve_model_dir(stored))).hf.get_vocab() != tokenizer.hf.get_vocab():
             raise UserError(f"--pairs_from {stored} has another vocabulary than --model_dir: name a run of this model")
 
     def weigh(self, run: Run, learner: Learner, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:

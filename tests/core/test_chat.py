@@ -12,12 +12,13 @@ import time
 
 import pytest
 
-from core.chat.models import ChatModelConfig, prompt_styles
+from core.chat.models import ChatModelConfig, load_chat_models, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
 from core.sampling import SamplingCommand, encode_row, read_prompts
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT
 from tests.scripted import Scripted
+from utils.devices.sharding import single_device
 from utils.settings.errors import UserError
 
 
@@ -101,6 +102,11 @@ def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path
     switch = {"enable_thinking": thinking == "on"} if thinking else {}
     text = base.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switch)
     assert alone == base.encode(text), "a model without a record of training as its template has it"
+
+
+def test_a_conversation_and_its_reply_fill_the_context():
+    (model,) = load_chat_models([str(ROOT / "models/tiny")], SamplingCommand(), single_device())
+    assert model.sampler.max_prompt_tokens + model.sampler.max_new_tokens == model.sampler.model.num_positions
 
 
 def take_terminal():

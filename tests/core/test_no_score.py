@@ -7,7 +7,7 @@ from core.advantages import ObjectiveConfig, compute_advantages
 from core.records import Batch
 from core.rollout import collect_scores
 from envs.own.adapters import Played
-from envs.own.functions import KeyColumns, RewardFunctions
+from envs.own.functions import RewardFunctions
 from envs.scoring.scorer import Scorer
 from tests.learning import make_config
 from utils.evaluation.estimates import mean_and_ci, paired_difference, task_estimates
@@ -30,7 +30,7 @@ def batch_of(names: str, replies: list[str]) -> Batch:
     """The batch of single tokens of these replies, graded by functions of TRL."""
     row = {"prompt": "p", "answer": "a"}
     groups = [replies[start : start + G] for start in range(0, len(replies), G)]
-    graded = [RewardFunctions(names).grade([*map(Played, group)], row, KeyColumns()) for group in groups]
+    graded = [RewardFunctions(names).grade([*map(Played, group)], row) for group in groups]
     parts, B = collect_scores(sum(graded, []), ()), len(replies)
     return Batch(
         tokens=np.zeros((B, 2), np.int32),

@@ -321,7 +321,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
     ("name", "content", "words"),
     [
         ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
-        ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
+        ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(with a --reward"),
         ("twice.csv", b"prompt,prompt,answer\nx,y,1\n", "twice.csv has several columns 'prompt': give each"),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl is not UTF-8; .*`iconv -f latin1"),

@@ -38,6 +38,7 @@ def logs(completions, log_extra, log_metric, **columns):
     log_metric("mean", 2)
     return [0.0] * len(completions)
 def state(completions, trainer_state): return [0.0] * len(completions)
+def nothing(): return 1.0
 def no_state(completions, trainer_state=None): return [0.0] * len(completions)
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(ground_truth == solution_str), "acc": True, "pred": "x"}
@@ -128,6 +129,7 @@ def test_reward_without_numbers_is_named_by_function_and_line(folder, name, word
         ("lacks", r"<lambda>\(\) in line \d+ of .*own.py needs 'weight', which is not a column"),
         ("state", "needs 'trainer_state', .*: TRL alone has a trainer; give the argument a default"),
         ("wrong_score", "needs 'gold', which is not a column; there are 'prompt', 'answer'$"),
+        ("nothing", r"nothing\(\) in line \d+ of .* takes no arguments: give it the completion"),
         ("Object", "Object is a class: add a line `reward = Object"),
         ("how_man", r"has no function how_man, only .*did you mean how_many\?"),
         ("own,own", "names own twice"),

@@ -103,6 +103,8 @@ def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     assert contents(step) == ["2", "now", "5", "{'error': '3'}"]
     assert {message["role"] for message in step.messages} == {"tool"}
     assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
+    step = game.act(Reply("one more", (call("add", a=1),)))
+    assert (step.reward, step.info) == (-0.25, {"tool_calls": 1, "tool_errors": 0})
     assert game.num_asked == 0
     end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
     assert game.act(Reply("four")) == Step([], 4, True, end)

@@ -28,6 +28,7 @@ from models.memory import (
     measure_sizes,
     out_of_memory,
     rows_that_fit,
+    sampling_room,
     update_bytes,
 )
 from models.optimizers import OptimizerConfig, make_optimizer
@@ -245,6 +246,8 @@ def test_as_many_rows_are_sampled_as_fit_beside_what_is_held():
     assert found[-1] > 300
     assert rows_that_fit(0, model, layout, 1536) == 1
     assert rows_that_fit(1 << 50, model, single_device(), 1536) == 512
+    without_training = sampling_room(model, replace(layout, device_memory=40 * GB), {}, 1536)
+    assert without_training.num_bytes == 36 * GB - 2 * model.num_parameters
 
 
 def test_rows_sampled_beside_updates_fit_with_them():

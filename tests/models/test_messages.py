@@ -146,6 +146,7 @@ def test_a_base_model_begins_with_what_its_tokenizer_puts_first(kind):
     row = encode_conversation(tok, TURNS[:2])
     assert row.tokens.tolist() == tok.hf("Use 4.\nfour</s>")["input_ids"]
     assert not row.mask[0]
+    assert encode_conversation(tok, [says("user", ""), TURNS[1]]).mask.tolist()[:2] == [False, True]
     tok = make(kind, TEMPLATES["plain turns"])
     assert tok.chat([TURNS[0]]).count(tok.special_ids["<s>"]) == 1
     assert tok.chat([TURNS[0]], plain=True) == tok.hf("Use 4.\n")["input_ids"]
