@@ -211,6 +211,7 @@ def run(task: Task, program: str | Function, outputs: Sequence[int]) -> NoReturn
         print(json.dumps(result if result is None or isinstance(result, Mapping) else float(result)), flush=True)
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 (the user's function)
+        traceback.clear_frames(error.__traceback__)  # else a MemoryError leaves no room to say so
         from envs.scoring.worker import describe_failure  # with the line of the user's file
 
         traceback.print_exc()
