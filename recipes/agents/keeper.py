@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from envs.own_code import load_object, read_names
+from envs.scoring.worker import describe_failure
 from utils.processes import (
     adopt_orphans,
     descendant_pids,
@@ -211,8 +212,6 @@ def run(task: Task, program: str | Function, outputs: Sequence[int]) -> NoReturn
         print(json.dumps(result if result is None or isinstance(result, Mapping) else float(result)), flush=True)
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 (the user's function)
-        from envs.scoring.worker import describe_failure  # with the line of the user's file
-
         traceback.print_exc()
         print(describe_failure(error), file=sys.stderr, flush=True)
         os._exit(1)
