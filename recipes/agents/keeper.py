@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from envs.own_code import load_object, read_names
+from envs.scoring.worker import describe_failure
 from utils.processes import (
     adopt_orphans,
     descendant_pids,
@@ -212,8 +213,6 @@ def run(task: Task, program: str | Function, outputs: Sequence[int]) -> NoReturn
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 (the user's function)
         traceback.clear_frames(error.__traceback__)  # else a MemoryError leaves no room to say so
-        from envs.scoring.worker import describe_failure  # with the line of the user's file
-
         traceback.print_exc()
         print(describe_failure(error), file=sys.stderr, flush=True)
         os._exit(1)
