@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from models.architecture import Decoder, Spec
 from models.families import DTYPES, make_config, read_config, tensor_name, text_config
@@ -30,6 +29,7 @@ from models.files import (
     expert_tensors,
     layer_tensor,
     new_folder,
+    save_tensors,
 )
 from models.memory import USABLE
 from models.names import (
@@ -496,7 +496,7 @@ def write_model(
         if split.is_sharded:
             write_json(new / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         for file, names in split.filename_to_tensors.items():
-            save_file({name: read(name).astype(dtype, copy=False) for name in names}, new / file, {"format": "pt"})
+            save_tensors(new / file, {name: read(name).astype(dtype, copy=False) for name in names})
 
 
 def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:

@@ -3,8 +3,12 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from models.names import EXPERT, LAYERS
 from models.tokenizer import CONFIG, FILES, Tokenizer
@@ -83,3 +87,11 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
         directory.rename(old)
     new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def save_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file. Raises: OSError, for a full disk too."""
+    try:
+        save_file(dict(arrays), file, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from models.architecture import Decoder
 from models.families import module_names, tensor_name
-from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder
+from models.files import ADAPTER_CONFIG, Shape, check_names, expert_tensors, layer_tensor, new_folder, save_tensors
 from models.lora import adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer
@@ -213,5 +212,4 @@ def save_adapters(
     arrays = {PREFIX + stored: arrays[name] for name, every_name in names.items() for stored in every_name}
     with new_folder(directory, tokenizer, card) as new:
         write_json(new / ADAPTER_CONFIG, config | ({"base_dtype": model.base_dtype} if model.base_dtype else {}))
-        arrays = {name: x.astype(np.float32, copy=False) for name, x in arrays.items()}
-        save_file(arrays, new / WEIGHTS, {"format": "pt"})
+        save_tensors(new / WEIGHTS, {name: x.astype(np.float32, copy=False) for name, x in arrays.items()})

@@ -10,9 +10,10 @@ import operator
 import re
 from fractions import Fraction
 
+from envs.grading import MAX_BOX
+
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
-MAX_BOX = 5000  # characters of an answer in a box, or on a line
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
 
 

@@ -4,7 +4,7 @@ import functools
 import re
 from itertools import pairwise
 
-from envs.grading.answers import MAX_BOX
+from envs.grading import MAX_BOX
 from envs.grading.numerals import EMPHASIS, HARMFUL, UNIT_OF, VULGAR, find_number
 from envs.grading.words import LEAD, MAX_MATH, MAX_PHRASE, PLAIN_NAMES, SENTENCE, WRAPPER, choice, letters
 

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from envs.grading.answers import MAX_BOX
+from envs.grading import MAX_BOX
 from envs.grading.numerals import EMPHASIS, parse_number
 
 MAX_MATH = 2000  # longest text for math-verify, in characters

@@ -340,9 +340,9 @@ def test_changed_held_out_problems_are_counted_and_shown():
         ("gained", 0, 0.5, 1),
         ("lost", 1, 0.5, 1),
         ("lost", 1, 0, 1),
-        ("solved both times", 1, 1, 2),
-        ("solved both times", 0.5, 0.5, 1),
-        ("solved neither time", 0, 0, 1),
+        ("solved as often", 1, 1, 2),
+        ("solved as often", 0.5, 0.5, 1),
+        ("never solved", 0, 0, 1),
     ]
     none = {}, {0: scores[0]}, {0: scores[0], 9: {"correct_answer": {1: 1.0}}}, {0: {"return": {1: 1.0}}, 9: {}}
     assert [count_changes(each)["counts"] for each in none] == [[]] * 4
@@ -354,9 +354,9 @@ def test_rollouts_fit_their_budget(tmp_path):
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
     whole = read_rollouts(run / "rollouts", size)
     assert len(whole["rows"]) == 20_000
-    assert whole["note"] == "20,000 rollouts of 100 steps"
+    assert whole["note"] == "20,000 rollouts from 100 steps"
     one = write_run(tmp_path / "one", rollouts={1: [row(0)]})
-    assert read_rollouts(one / "rollouts", size)["note"] == "1 rollout of 1 step"
+    assert read_rollouts(one / "rollouts", size)["note"] == "1 rollout from 1 step"
     part = read_rollouts(run / "rollouts", size // 20)
     assert len(json.dumps(part["rows"])) < size / 10
     assert " of 100 steps" in part["note"]
@@ -578,10 +578,10 @@ def test_held_out_problems_and_changed_settings_are_shown(chromium, tmp_path):
     run = write_run_with_held_out_problems(tmp_path / "run")
     page = Page(chromium, [run], tmp_path / "report.html")
     assert page.texts("#strip h3") == ["3 held-out problems"]
-    assert page.texts("#strip .key span") == ["1 gained", "1 solved both times", "1 solved neither time"]
+    assert page.texts("#strip .key span") == ["1 gained", "1 solved as often", "1 never solved"]
     assert page.texts("#strip rect title")[1] == "1 gained: 0.0% → 100.0%"
     assert page.texts("#strip .sides span") == ["step 0", "step 30"]
-    assert page.texts("#rollouts h3") == ["gained", "solved both times"]
+    assert page.texts("#rollouts h3") == ["gained", "solved as often"]
     turns = "return [...document.querySelectorAll('.turn')].map(e => [e.className, e.dataset.role])"
     assert page.run(turns)[:2] == [["turn ours", "assistant"], ["turn", "<b>user"]]
     assert page.texts(".turn")[1] == "<i>Lower.⟨202E⟩\n"

@@ -30,7 +30,7 @@ POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
 ROLLOUT_STEPS = (10, 1000)  # steps whose rollouts are shown: at least, at most
 PAIRS = 3  # rollouts of the first step that are shown beside those of the last, of each of CHANGES
-CHANGES = ("gained", "lost", "solved both times", "solved neither time")
+CHANGES = ("gained", "lost", "solved as often", "never solved")
 FOLDER = Path(__file__).resolve().parent
 
 Values = Float[np.ndarray, "N"]  # of a metric, by step
@@ -276,17 +276,12 @@ def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[
     num_steps = min(int(np.clip(budget // max(mean_size, 1), *ROLLOUT_STEPS)), len(files))
     spread = np.linspace(0, len(files) - 1, num_steps).round().astype(int)
     places = sorted({*spread.tolist(), *(place for place, (step, _) in enumerate(files) if step in steps)})
-    rows, num_written = [], 0
+    rows = []
     for step, file in (files[place] for place in places):
-        written = read_rows(file)
-        num_written += len(written)
         share = budget / len(places) / max(file.stat().st_size, 1)
-        rows += [{"step": step} | row for row in whole_groups(written, share)]
-    note = counted(num_written, "rollout")
-    if len(rows) < num_written:
-        note = f"{len(rows):,} of {note}"
+        rows += [{"step": step} | row for row in whole_groups(read_rows(file), share)]
     some = f"{len(places):,} of " if len(places) < len(files) else ""
-    return {"rows": rows, "note": f"{note} of {some}{counted(len(files), 'step')}"}
+    return {"rows": rows, "note": f"{counted(len(rows), 'rollout')} from {some}{counted(len(files), 'step')}"}
 
 
 def rollout_files(folder: Path, prefix: str, suffix: str = "jsonl") -> list[tuple[int, Path]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
-from utils.settings.errors import UserError, on_one_line
+from utils.settings.errors import UserError
 
 NAME = ".lock"
 HEARTBEAT = 5  # seconds between two touches of the lock file by the process that holds it
@@ -41,7 +41,7 @@ class FolderLock:
     def holder(self) -> str:
         """The process that holds the lock, in words."""
         owner = self.lease.owner
-        return on_one_line(f"process {owner.pid} on {owner.hostname}") if owner else "another process"
+        return f"process {owner.pid} on {owner.hostname}" if owner else "another process"
 
     def wait(self) -> None:
         """Takes the lock over if its holder sends no heartbeat."""

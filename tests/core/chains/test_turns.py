@@ -32,7 +32,7 @@ from envs import make_env
 from envs.base import ForcedAnswer
 from envs.scoring.scorer import WaitForMore
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
-from extras.replay import Stored, read_stored, replay, task_index, weights_before
+from extras.replay import Stored, read_stored, replay, weights_before
 from models import decoder
 from models.architecture import FULL, SLIDING, Decoder
 from models.checkpoint import load_model
@@ -326,9 +326,9 @@ def play_again(groups: list[Sequence[Stored]], config: Config, step: int) -> Epi
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
-        tasks = [task_index(worker, group[0].task) for group in groups]
+        tasks = np.array([group[0].task for group in groups])
         places = np.array([group[0].position for group in groups])
-        return worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, places)
+        return worker.play(worker.load_weights(params), tasks, G, key, places)
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
