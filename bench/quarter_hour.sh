@@ -5,7 +5,7 @@
 #
 # PARTS, with their seconds; `first` (the default) and `second` name those of a quarter:
 #   first    checks 60 (results against references), decode 200, cublas 110 (products by cuBLAS), graph 60 (a segment is
-#            one CUDA graph), before 60 (the checkout in $BEFORE), roofline 60, gsm8k 60 (10 steps), minimal 60 (10
+#            one CUDA graph), before 60 (the checkout in $BEFORE), roofline 60, gsm8k 120 (10 steps), minimal 60 (10
 #            steps of core/minimal.py), torch 70 (PyTorch's update on the same rows)
 #   second   curve 230 (GSM8K, seed 1), greedy 60, pass4 60 (each before and after the curve, strict and lenient),
 #            before 60, roofline 60, generate 150 (transformers, and vLLM if it is installed)
@@ -74,8 +74,8 @@ data=()
 if [[ $platform == cpu ]]; then
     shape=tiny slots=16,32 all=(--max_steps 2 --num_eval_tasks 8) few=(--max_steps 2 --num_eval_tasks 4)
     training=(--groups_per_batch 4 --group_size 4 --ppo_minibatch 16 --num_generation_tokens 40 --lr 1e-4)
-    small=(--groups_per_batch 2 --group_size 2 --ppo_minibatch 4 --num_generation_tokens 16 --prompt_length 256
-        --num_eval_tasks 4 --num_eval_samples 1 --max_steps 2)
+    small=(--groups_per_batch 2 --group_size 2 --ppo_minibatch 4 --num_generation_tokens 16 --prompt_length 384
+        --rows_per_microbatch 4 --num_eval_tasks 4 --num_eval_samples 1 --max_steps 2)
     scoring=(--num_eval_tasks 8 --num_generation_tokens 40)
     sizes=(--pages 16 --groups_per_batch 2 --prompt_tokens 8 --num_generation_tokens 64 --repeats 1)
     checks=(--layers 1 --vocabulary 512 --shape tiny)
@@ -105,7 +105,7 @@ for name in "${parts[@]}"; do
             pushd "$BEFORE" > /dev/null && roofline before 60 --slots ${slots%%,*} && popd > /dev/null
             ;;
         roofline) roofline roofline 60 --slots ${slots%%,*} ;;
-        gsm8k) train gsm8k 60 "${few[@]}" ;;
+        gsm8k) train gsm8k 120 "${few[@]}" ;;
         minimal)
             part minimal 60 "$python" core/minimal.py --model_dir "$model" --env_name gsm8k "${data[@]}" "${small[@]}"
             ;;
