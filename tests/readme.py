@@ -53,6 +53,8 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"((TASK|GSM8K_DIR)=\S+ )?bash runs/(coder|sft)\.sh": "needs GSM8K, and up to an hour",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",
+    r"python (recipes/agents/verifiers|core/grpo\.py --config recipes/agents/preset)": "needs verifiers",
+    r"python - <<'END_OF_BLOCK'\nimport gymnasium": "needs gymnasium",
 }
 
 
