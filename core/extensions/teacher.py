@@ -331,7 +331,7 @@ def load_teacher(
 def compare_with_policy(name: str, teacher: Tokenizer, num_ids: int, worker: RolloutWorker) -> list[str]:
     """Returns a note if prompts or stop tokens differ. Raises: UserError if ids stand for other tokens, or lack."""
     own, num_own = worker.tokenizer, worker.sampler.model.vocab_size
-    if different := sorted(teacher.ids.items() ^ own.ids.items(), key=lambda item: item[1]):
+    if different := sorted(teacher.hf.get_vocab().items() ^ own.hf.get_vocab().items(), key=lambda item: item[1]):
         token, number = different[0]
         raise UserError(
             f"--teacher {name} has another vocabulary than the policy ({counted(len(different), 'difference')}, as "
