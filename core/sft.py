@@ -42,7 +42,7 @@ from models.conversations import Conversation, check_rows, describe_prompts, enc
 from models.memory import BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig, describe_optimizer
 from models.state import TrainState
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, with_generation, with_training_prompts
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.losses import loss_metrics, row_losses
 from utils.settings.config import make_config, parse
@@ -169,7 +169,7 @@ def main(config: SFTConfig, learns_from: type[Demonstrations] = Demonstrations) 
     state, progress = run.restore(state)
     run.num_steps = config.num_steps(len(rows))
     prompts = {"tokens of the first rows": fingerprint_tokens([row.tokens for row in rows[:NUM_RENDERED]])}
-    saved = tokenizer.with_generation({}).with_training_prompts(data.env.thinking, "")
+    saved = with_training_prompts(with_generation(tokenizer, {}), data.env.thinking, "")
     with run.start(model, tokenizer, workers.values(), prompts, saved):  # what it has reached is saved at its end
         steps = f"{counted(run.num_steps, 'step')} of {counted(config.batch_size, method.example)}"
         run.folder.print(f"{run.folder.model_dir}: {model.num_parameters:,} parameters", steps)

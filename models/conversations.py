@@ -62,7 +62,7 @@ def encode_conversation(
                 )
             columns = np.append(columns, following)
         mask[columns] = messages[i].get("weight") in (None, 1)
-    if not tokenizer.has_template:
+    if not tokenizer.template:
         ids, mask = [*tokenizer.first_ids, *ids], np.append(np.zeros(len(tokenizer.first_ids), bool), mask)
     if mask[:1].any():
         raise UserError("a reply has no token before it: write a prompt")
@@ -75,13 +75,13 @@ def write_turns(
     """Returns a conversation as text, and where its replies stand, each with the token that ends it."""
     text, spans, heard = "", [], []
     end = tokenizer.hf.convert_ids_to_tokens(end_of_turn(tokenizer))
-    if tokenizer.has_template:
+    if tokenizer.template:
         messages, tools = tokenizer.prepare(messages, any(map(thinks, messages)), tools)
     for i, message in enumerate(messages):
         if message["role"] != REPLY:
             heard.append(message)
             continue
-        if tokenizer.has_template:
+        if tokenizer.template:
             opening = tokenizer.render(messages[:i], thinks(message), tools=tools)
             opened = open_turn(tokenizer, text, opening, messages[: i + 1], len(heard), tools)
             text = write_reply(tokenizer, opened, opening, messages[: i + 1], tools)
@@ -175,7 +175,7 @@ def without_opening(tokenizer: Tokenizer, reply: str, thinking: bool) -> str:
 @lru_cache(maxsize=64)
 def generation_prompt(tokenizer: Tokenizer, thinking: bool) -> str:
     """Returns the chat template's text between a message and a reply; empty without a template."""
-    if not tokenizer.has_template:
+    if not tokenizer.template:
         return ""
     return tokenizer.render([{"role": "user", "content": CONTENT}], thinking).rpartition(CONTENT)[2]
 
@@ -252,7 +252,7 @@ def check_rows(tokenizer: Tokenizer, name: str, rows: Sequence[Sequence[Message]
         *earlier, thinking = [thinks(row[i]) for i in replies]
         kind = bool(earlier), bool(tools) or any("tool_calls" in message for message in row), any(earlier), thinking
         seen[kind] += 1
-        if seen[kind] > NUM_ROWS or not tokenizer.has_template or getattr(row, "encoded", None):
+        if seen[kind] > NUM_ROWS or not tokenizer.template or getattr(row, "encoded", None):
             continue
         ids = encode_conversation(tokenizer, row, tools).tokens.tolist()
         whole, schemas = tokenizer.prepare(row[: replies[-1] + 1], thinking, tools)

@@ -34,7 +34,7 @@ def check_prompt(
 
     Raises: UserError for another difference.
     """
-    if plain or not tokenizer.has_template:  # transformers has no rendering
+    if plain or not tokenizer.template:  # transformers has no rendering
         return []
     whole, schemas = tokenizer.prepare(messages, thinking, tools)
     notes = [ANNOUNCED] if len(schemas) < len(tools) else []

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
@@ -143,11 +143,6 @@ class Tokenizer:
         return str(self.hf.chat_template or "")
 
     @property
-    def has_template(self) -> bool:
-        """True if the model's folder has a chat template."""
-        return bool(self.template)
-
-    @property
     def pad_id(self) -> int:
         """The id that fills unused columns; padding is known by masks and lengths, never by this id."""
         if self.hf.pad_token_id is not None:
@@ -163,7 +158,7 @@ class Tokenizer:
     def prompt_notes(self, messages: Sequence[Message], plain: bool) -> list[str]:
         """Returns notes on prompts of such messages that users may not expect."""
         notes = []
-        if not (self.has_template or plain):
+        if not (self.template or plain):
             notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
         if spelled := self.spelled(messages):
             notes.append(f"prompts spell {spelled[0]}, which becomes this token, as in transformers")
@@ -183,7 +178,7 @@ class Tokenizer:
         chat template out, as for a base model without one. Raises: UserError as `write`.
         """
         ids = self.encode(self.write(messages, thinking, plain, tools) + prefix)
-        return ids if self.has_template and not plain else [*self.first_ids, *ids]
+        return ids if self.template and not plain else [*self.first_ids, *ids]
 
     def write(
         self, messages: Sequence[Message], thinking: bool | None, plain: bool = False, tools: Sequence[Tool] = ()
@@ -192,7 +187,7 @@ class Tokenizer:
 
         Raises: UserError if the chat template fails or leaves parts of messages out, and as `readable`, `tool_schema`.
         """
-        if self.has_template and not plain:
+        if self.template and not plain:
             messages, schemas = self.prepare(messages, thinking, tools)
             return self.render(messages, thinking, tools=schemas)
         messages = [*map(readable, messages)]
@@ -284,37 +279,6 @@ class Tokenizer:
         thinking = next((value for value, line in defaults.items() if self.template.startswith(line)), None)
         return thinking, json.loads(prefix[1]) if prefix else ""
 
-    def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
-        """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
-
-        Others then render the prompts of training without an argument. Templates by name are saved as they are.
-        """
-        before = self.hf.chat_template
-        if not self.files or not isinstance(before, str):
-            return self
-        template = with_defaults(before, thinking, prefix)
-        if template == before:
-            return self
-        if CHAT_TEMPLATE in self.files:
-            return replace(self, files={**self.files, CHAT_TEMPLATE: template.encode()})
-        config = json.loads(self.files[TOKENIZER_CONFIG]) | {"chat_template": template}
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        return replace(self, files={**self.files, TOKENIZER_CONFIG: text.encode()})
-
-    def with_generation(self, settings: Mapping[str, object], stop_strings: str = "") -> Self:
-        """Returns a tokenizer that saves how training sampled in generation_config.json.
-
-        Of the base's file only KEPT stays, so that no penalty or constraint is saved that training did not apply.
-        """
-        if not self.files:
-            return self
-        base = json.loads(self.files.get(GENERATION_CONFIG, b"{}"))
-        kept = {name: base[name] for name in KEPT if name in base}
-        stop_ids, _ = self.read_stops(stop_strings)
-        generation = kept | {"eos_token_id": list(stop_ids), "pad_token_id": self.pad_id} | settings
-        text = json.dumps(generation, indent=2) + "\n"
-        return replace(self, files={**self.files, GENERATION_CONFIG: text.encode()})
-
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files and generation_config.json into a folder.
 
@@ -328,6 +292,41 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def with_training_prompts(tokenizer: Tokenizer, thinking: bool, prefix: str) -> Tokenizer:
+    """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
+
+    Others then render the prompts of training without an argument. Templates by name are saved as they are.
+    """
+    before = tokenizer.hf.chat_template
+    if not tokenizer.files or not isinstance(before, str):
+        return tokenizer
+    template = with_defaults(before, thinking, prefix)
+    if template == before:
+        return tokenizer
+    if CHAT_TEMPLATE in tokenizer.files:
+        return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
+    config = json.loads(tokenizer.files[TOKENIZER_CONFIG]) | {"chat_template": template}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return replace(tokenizer, files={**tokenizer.files, TOKENIZER_CONFIG: text.encode()})
+
+
+def with_generation(
+    tokenizer: Tokenizer, settings: Mapping[str, object], stop_strings: str = ""
+) -> Tokenizer:
+    """Returns a tokenizer that saves how training sampled in generation_config.json.
+
+    Of the base's file only KEPT stays, so that no penalty or constraint is saved that training did not apply.
+    """
+    if not tokenizer.files:
+        return tokenizer
+    base = json.loads(tokenizer.files.get(GENERATION_CONFIG, b"{}"))
+    kept = {name: base[name] for name in KEPT if name in base}
+    stop_ids, _ = tokenizer.read_stops(stop_strings)
+    generation = kept | {"eos_token_id": list(stop_ids), "pad_token_id": tokenizer.pad_id} | settings
+    text = json.dumps(generation, indent=2) + "\n"
+    return replace(tokenizer, files={**tokenizer.files, GENERATION_CONFIG: text.encode()})
 
 
 def with_defaults(template: str, thinking: bool, prefix: str) -> str:
@@ -367,7 +366,7 @@ def make_bridge(
 ) -> Bridge:
     """Returns the bridge of messages before and after a reply, and of tools, as JSON: see `Tokenizer.bridge`."""
     before, messages, tools = json.loads(said)
-    if plain or not tokenizer.has_template:
+    if plain or not tokenizer.template:
         text = tokenizer.write(messages, thinking, plain)
         return Bridge([], tokenizer.encode_behind(TURN, f"\n{text}\n{prefix}"))
     mark = unused_mark(said)
@@ -516,7 +515,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     if vocab_size is not None and highest >= vocab_size:
         message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
         raise UserError(f"{message}: copy both from one model")
-    if tokenizer.has_template:
+    if tokenizer.template:
         try:
             tokenizer.render([{"role": "user", "content": "1 + 1"}], thinking=False)
         except UserError as error:

@@ -119,7 +119,7 @@ class Letters(Tokenizer):
 
     stop_ids = (3,)
     pad_id = 0
-    has_template = True
+    template = "its own"
 
     def __init__(self, words: Mapping[int, str] = MappingProxyType({})):
         vars(self)["words"] = dict(words)

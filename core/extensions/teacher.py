@@ -270,18 +270,9 @@ def attach_teacher(
     if options.distill != SAMPLED:
         # Twice: in micro-batches at first, then in minibatches.
         num_bytes = 2 * config.batch_size * bucket(num_columns) * model.hidden_size * jnp.dtype(model.dtype).itemsize
-        room = int(USABLE * learner.layout.host_memory)
-        if num_bytes > room:
-            raise UserError(
-                f"--teacher {options.teacher}: its states of a batch need {gigabytes(num_bytes)} GB of the host's "
-                f"memory, which has {gigabytes(room)} GB: lower --groups_per_batch, --group_size or "
-                "--num_generation_tokens, or give --distill sampled, which needs none"
-            )
+        check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
         if weights := policy or learner.base:
-            head = weights[head_name(model)]
-            if copied := copied_head(head, learner.model.vocab_size, learner.layout):
-                head = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)(head)
-            beside[TEACHER] = head
+            beside[TEACHER] = whole_head(weights[head_name(model)], learner)
     copies = [second_layout(model, head) for head in beside.values()]
     learner = learner.planned(state, (beside, policy, copies))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
@@ -301,6 +292,13 @@ def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout
     if head.shape == size and head.sharding.is_equivalent_to(sharding, head.ndim):
         return None
     return jax.ShapeDtypeStruct(size, head.dtype, sharding=sharding)
+
+
+def whole_head(head: Array, learner: Learner) -> Array:
+    """Returns the teacher's head as updates read it: see `copied_head`."""
+    if copied := copied_head(head, learner.model.vocab_size, learner.layout):
+        return jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)(head)
+    return head
 
 
 def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
@@ -409,6 +407,16 @@ def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
             f"{what} needs {gigabytes(size)} GB on each device, and only {gigabytes(max(0, room))} GB are free beside "
             "the policy: use a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that shards "
             "weights"
+        )
+
+
+def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
+    """Raises UserError for arrays that wait for updates and do not fit into the host's memory."""
+    room = int(USABLE * layout.host_memory)
+    if num_bytes > room:
+        raise UserError(
+            f"{what} need {gigabytes(num_bytes)} GB of the host's memory, which has {gigabytes(room)} GB: lower "
+            "--groups_per_batch, --group_size or --num_generation_tokens, or give --distill sampled, which needs none"
         )
 
 

@@ -16,7 +16,7 @@ from models.checkpoint import find_adapters, find_local, find_model, model_steps
 from models.memory import gigabytes
 from models.names import CRITIC, LAYERS, Adapters, Params
 from models.state import TrainState
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, with_generation, with_training_prompts
 from utils.metrics.curves import read_metrics
 from utils.runs.checkpoints import CheckpointManager
 from utils.settings.errors import UserError
@@ -117,5 +117,5 @@ class States:
 def saved_tokenizer(tokenizer: Tokenizer, played: RolloutSettings, settings: Mapping[str, object]) -> Tokenizer:
     """Returns the tokenizer of saved models, with the prompts and sampling settings of training."""
     problem, sampling = played.env.problem(0), generation_settings(settings, played.max_new_tokens)
-    tokenizer = tokenizer.with_generation(sampling, settings["stop_strings"])
-    return tokenizer if problem.plain else tokenizer.with_training_prompts(problem.thinking, problem.prefix)
+    tokenizer = with_generation(tokenizer, sampling, settings["stop_strings"])
+    return tokenizer if problem.plain else with_training_prompts(tokenizer, problem.thinking, problem.prefix)

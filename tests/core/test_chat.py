@@ -15,7 +15,7 @@ import pytest
 from core.chat.models import ChatModelConfig, load_chat_models, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
 from core.sampling import SamplingCommand, encode_row, read_prompts
-from models.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer, with_training_prompts
 from tests.helpers import ROOT
 from tests.scripted import Scripted
 from utils.devices.sharding import single_device
@@ -92,7 +92,7 @@ def test_stream_shows_no_half_characters_or_escapes(capsys):
 @pytest.mark.parametrize("thinking", ["", "on", "off"])
 def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path):
     base = load_tokenizer(ROOT / "models" / "tiny")
-    base.with_training_prompts(True, "<think>").save(tmp_path)
+    with_training_prompts(base, True, "<think>").save(tmp_path)
     trained = load_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "Use 3 7 12 to make 24."}]
     config = SamplingCommand(model=ChatModelConfig(thinking=thinking))

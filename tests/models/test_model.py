@@ -24,7 +24,7 @@ from models.distribution import Distribution
 from models.families import FAMILIES, read_config, text_config
 from models.names import EMBED, HEAD
 from models.pages import new_state
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.tokenizer import Tokenizer, load_tokenizer, with_generation, with_training_prompts
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
 from tests.references import (
     DATA,
@@ -593,7 +593,7 @@ def test_saved_template_renders_training_prompts_by_default(template, is_file, t
     if is_file:
         (tmp_path / "chat_template.jinja").write_text(template)
     for thinking in (False, True, False):  # also one that was saved before, after training with the other
-        load_tokenizer(tmp_path).with_training_prompts(thinking, "").save(tmp_path)
+        with_training_prompts(load_tokenizer(tmp_path), thinking, "").save(tmp_path)
         saved = load_tokenizer(tmp_path)
         found = saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
         assert found == prompts[thinking]
@@ -609,7 +609,7 @@ def test_transformers_pipeline_prompts_a_saved_model_the_same(template, tmp_path
     """Its own code prepares the prompt, without torch: only the class of the arrays differs."""
     tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5]))
     for prefix in ("<think>\n", 'say "{{ x }}"', "", "="):  # the folder is that of the model before
-        load_tokenizer(tmp_path).with_training_prompts(False, prefix).save(tmp_path)
+        with_training_prompts(load_tokenizer(tmp_path), False, prefix).save(tmp_path)
         saved = load_tokenizer(tmp_path)
 
         def render(messages, return_tensors, saved=saved, **arguments):
@@ -635,7 +635,7 @@ def test_generation_config_has_training_stops_and_no_penalty(is_rl, tmp_path):
     special = next(iter(set(tokenizer.special_ids) - {tokenizer.hf.eos_token}))
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
     sampling = generation_settings(settings, 64) if is_rl else {}
-    tokenizer.with_generation(sampling, f"\n\n,{special}").save(tmp_path)
+    with_generation(tokenizer, sampling, f"\n\n,{special}").save(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     ids = [5, tokenizer.hf.eos_token_id, tokenizer.special_ids[special]]
     assert saved.pop("eos_token_id") == ids
