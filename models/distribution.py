@@ -199,18 +199,3 @@ def softmax_outputs(logits: Logits, tokens: Ids) -> TokenOutputs:
     normalizer = jnp.log(total)
     logprobs, entropies = chosen - normalizer, normalizer - mean
     return TokenOutputs(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))
-
-
-def softmax_gradient(
-    logits: Logits, tokens: Ids, outputs: TokenOutputs, cotangents: TokenOutputs, temperature: float
-) -> Logits:
-    """Returns the gradient of `softmax_outputs` by logits before they are divided by the temperature, in one pass.
-
-    With log p of the token known, the normalizer needs no sum. d log p_t = 1_t - p, and d H = -p (log p + H).
-    """
-    logits = logits / temperature
-    logprobs = logits - jnp.take_along_axis(logits, tokens[..., None], axis=-1) + outputs.logprobs[..., None]
-    is_token = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    by_logprob, by_entropy = cotangents.logprobs[..., None], cotangents.entropy[..., None]
-    by_mass = by_logprob + by_entropy * (logprobs + outputs.entropy[..., None])
-    return (jnp.where(is_token, by_logprob, 0) - jnp.exp(logprobs) * by_mass) / temperature

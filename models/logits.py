@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Float, Int, PyTree, Shaped
 
-from models.distribution import Distribution, TokenOutputs, softmax_gradient
+from models.distribution import Distribution, TokenOutputs
 from models.names import TEACHER, Array, Extras, Hidden
 from utils.batching import padding_of
 from utils.devices.sharding import constrain
@@ -125,7 +125,7 @@ def outputs_of_chunks(
     return jax.lax.fori_loop(0, fixed.num_needed, add, nothing)
 
 
-Residuals = tuple[Float[Array, "V D"], Float[Array, "n B w D"], Fixed, TokenOutputs]
+Residuals = tuple[Float[Array, "V D"], Float[Array, "n B w D"], Fixed]
 
 
 def forward(
@@ -136,8 +136,7 @@ def forward(
     fixed: Fixed,
 ) -> tuple[TokenOutputs, Residuals]:
     """Returns what `outputs_of_chunks` does, and what its gradient needs."""
-    outputs = outputs_of_chunks(distribution, is_trained, head, states, fixed)
-    return outputs, (head, states, fixed, outputs)
+    return outputs_of_chunks(distribution, is_trained, head, states, fixed), (head, states, fixed)
 
 
 def backward(
@@ -148,21 +147,15 @@ def backward(
     Gradients by logits are rounded to the states' dtype, as the products that they enter. The head's is summed in
     float32.
     """
-    head, states, fixed, outputs = kept
+    head, states, fixed = kept
     weight = head.astype(states.dtype)
-    # What else a distribution may depend on, and more outputs of it, are differentiated by JAX.
-    is_softmax = distribution.is_whole and not jax.tree.leaves((fixed.chunks.support, fixed.chunks.extras, outputs[2:]))
-
-    def by_logits_of(i: Int[Array, ""]) -> Float[Array, "B w V"]:
-        logits, chunk, own = project(weight, states[i]), at(fixed.chunks, i), at(cotangents, i)
-        if is_softmax:
-            return softmax_gradient(logits, chunk.targets, at(outputs, i), own, distribution.temperature)
-        _, pull = jax.vjp(partial(outputs_from, distribution, teacher=fixed.teacher, chunk=chunk), logits)
-        return pull(own)[0]
 
     def add(i: Int[Array, ""], sums: tuple[Array | None, Array]) -> tuple[Array | None, Array]:
         by_head, by_states = sums
-        by_logits = by_logits_of(i).astype(states.dtype)
+        outputs = partial(outputs_from, distribution, teacher=fixed.teacher, chunk=at(fixed.chunks, i))
+        _, pull = jax.vjp(outputs, project(weight, states[i]))
+        (by_logits,) = pull(at(cotangents, i))
+        by_logits = by_logits.astype(states.dtype)
         if is_trained:
             by_head += jnp.einsum("bwv,bwd->vd", by_logits, states[i], preferred_element_type=jnp.float32)
         return by_head, put(by_states, i, by_logits @ weight)

@@ -152,24 +152,6 @@ def test_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
     assert not entropy[:, 0].any()
 
 
-def test_gradient_of_chunks_of_the_head_is_that_of_all_logits(monkeypatch):
-    """That of chunks is a formula, that of all logits JAX's."""
-    params, tokens = random_params(MODEL), np.random.default_rng(0).integers(0, MODEL.vocab_size, (3, 48))
-    weights = np.random.default_rng(1).normal(size=(2, 3, 48))
-
-    def gradient(params):
-        def loss(params):
-            outputs = decoder.token_outputs(MODEL, params, tokens, distribution=Distribution(0.7))
-            return (weights[0] * outputs.logprobs + weights[1] * outputs.entropy).sum()
-
-        return jax.jit(jax.grad(loss))(params)
-
-    expected = gradient(params)
-    monkeypatch.setattr("models.logits.LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
-    for found, whole in zip(jax.tree.leaves(gradient(params)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, whole, atol=2e-5 * np.abs(whole).max())
-
-
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_the_backward_pass_reads_the_parameters_themselves(remat):
     """A layer that is selected outside of what is rematerialized would be kept: a copy of all parameters."""
