@@ -228,7 +228,7 @@ def token_logprobs(settings: Settings, model: Model, params: Params, batch: Batc
     @jax.checkpoint  # the backward pass computes logits again
     def of_column(column: tuple[Array, Array]) -> Array:
         hidden, targets = column
-        return select_logprobs(logits(model, head, hidden) / settings.temperature, targets)
+        return select_logprobs(logits(model, head, hidden) / (settings.temperature or 1), targets)
 
     # 64 columns at a time: logits of all of them, [B, A, V], would be the largest array.
     return jax.lax.map(of_column, (before, targets), batch_size=64).T

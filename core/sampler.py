@@ -1,14 +1,17 @@
 """Samples completions over the pages of a KV cache: rows take slots and leave them, in one queue, with few programs.
 
-`Scheduler` has three verbs: it admits rows to slots, decodes a segment of tokens of each, and ends replies. What
-follows a reply is up to functions of the `Sampler` (`on_end`, `on_wait`), by which turns of an environment and programs
-of agents continue the row. Which slots and pages rows have: core/slots/table.py.
+A row's way: it waits -> `Scheduler.admit` gives it a slot and pages (`PageTable.admit` in core/slots/table.py chooses),
+and `prefill` computes its prompt -> `decode` launches segments of tokens -> `end` cuts them where a reply ends ->
+`end_reply` calls `force_answer` at the limit before a forced answer, or else `on_end`, which turns of an environment
+(core/chains/turns.py) and programs of agents set -> `follow` continues the row with what comes next, or `finish` takes
+it out.
 
-A sample depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
-out, and computed again from their own tokens: no token changes.
+A token depends on the key of its row, its number in the row, and the tokens before it. So rows may be admitted in any
+order, put aside if pages run out, and computed again from their own tokens: no token changes.
 
-To change which token is sampled (a penalty, another truncation): `draw_tokens` in core/slots/decode.py.
-To change when a reply ends: `Sampler.reply_end`. To change the order of work: `Scheduler.run`.
+To change which token is sampled (a penalty, another truncation): `draw_tokens` in core/slots/decode.py; the learner's
+log-probabilities come from `Distribution` in models/distribution.py, and have to follow.
+To change when a reply ends: `Sampler.ends_of`. To change the order of work: `Scheduler.run`.
 
 N prompts, G completions of each, B = N G rows, R some of them, A completion columns, S lanes of a program, s steps of a
 segment.
@@ -127,8 +130,8 @@ class Sampler:
     on_segment: Callable[[Segment], None] | None = None  # after each segment
     on_tokens: Callable[[Turn], bool] | None = None  # of a reply that has not ended: whether it goes on
     on_end: Callable[[Turn], Next | None] | None = None  # of a reply that has ended: what follows; None: it waits
-    # Between segments, with rows that wait: what follows their replies. Also whether no row can be sampled, the seconds
-    # that a segment with new tokens takes, and the rows that are sampled.
+    # Between segments: what follows the replies of rows that wait, by row. Its arguments: these rows, whether no row can
+    # be sampled, the seconds that a segment with new tokens takes, and the number of rows that are sampled.
     on_wait: Callable[[set[int], bool, float, int], dict[int, Next]] | None = None
 
     def on(self, layout: Layout) -> "Sampler":

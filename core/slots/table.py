@@ -210,7 +210,7 @@ class PageTable:
     def rows_that_may_yield(
         self, is_sampling: Bool[np.ndarray, "B"], is_idle: Bool[np.ndarray, "B"]
     ) -> Bool[np.ndarray, "B"]:
-        """Returns rows that have been idle for a segment, or are idle while nothing of their shard is sampled."""
+        """Returns idle rows that were idle at the last call, too, or whose shard samples nothing."""
         was_idle, self.was_idle = self.was_idle, is_idle
         is_sampled = (self.slots >= 0) & is_sampling
         return is_idle & (was_idle | ~np.isin(self.shard_of_row, self.shard_of_row[is_sampled]))
@@ -229,7 +229,7 @@ class PageTable:
         return aside
 
     def may_admit(self, shard: Shard, may_yield: Bool[np.ndarray, "B"]) -> bool:
-        """True if rows wait, and so many slots can be had that a prefill of their rows is worth its time."""
+        """True if rows wait, and enough slots are free, or held by idle rows, to make a prefill worth its time."""
         fewest = min(self.num_slots // AT_ONCE, len(shard.waiting))
         num_idle = int(may_yield[shard.resident].sum())
         return bool(shard.waiting) and (num_idle == len(shard.resident) or len(shard.slots) + num_idle >= fewest)
