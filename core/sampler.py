@@ -130,8 +130,8 @@ class Sampler:
     on_segment: Callable[[Segment], None] | None = None  # after each segment
     on_tokens: Callable[[Turn], bool] | None = None  # of a reply that has not ended: whether it goes on
     on_end: Callable[[Turn], Next | None] | None = None  # of a reply that has ended: what follows; None: it waits
-    # Between segments: what follows the replies of rows that wait, by row. Its arguments: these rows, whether no row can
-    # be sampled, the seconds that a segment with new tokens takes, and the number of rows that are sampled.
+    # Between segments: what follows the replies of rows that wait, by row. Arguments: these rows, whether no row can be
+    # sampled, the seconds that a segment with new tokens takes, and the number of rows that are sampled.
     on_wait: Callable[[set[int], bool, float, int], dict[int, Next]] | None = None
 
     def on(self, layout: Layout) -> "Sampler":
