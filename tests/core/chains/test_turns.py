@@ -338,11 +338,13 @@ def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
     stored, (config, *_) = zip(*rows, strict=True)
     reverse = [stored[i : i + G] for i in range(NUM_ROWS - G, -1, -G)]
     episodes = play_again(reverse, config, step)
-    assert len({len(row.turns) for row in stored}) > 2
-    for row, expected in enumerate(row for group in reverse for row in group):
+    assert len({len(conversation) for conversation in episodes.conversations}) > 2
+    masks = np.load(Path(rollouts(whole, step)).with_suffix(".npz"))["mask"]
+    order = np.arange(NUM_ROWS).reshape(-1, G)[::-1].ravel()
+    for row, old in enumerate(order):
         length = episodes.completions.lengths[row]
-        np.testing.assert_array_equal(episodes.completions.tokens[row, :length], expected.tokens)
-        np.testing.assert_array_equal(episodes.completions.mask[row, :length], expected.mask)
+        np.testing.assert_array_equal(episodes.completions.tokens[row, :length], stored[old].tokens)
+        np.testing.assert_array_equal(episodes.completions.mask[row, :length], masks[old, :length])
 
 
 def train_until_killed(folder: str) -> None:
