@@ -336,16 +336,16 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 25012,
-    "lines that core/grpo.py reaches": 17004,
-    "files that core/grpo.py reaches": 98,
-    "lines of tests": 27472,
-    "lines of bench": 6482,
-    "lines of Python": 67970,
+    "lines of the main floor": 23806,
+    "lines that core/grpo.py reaches": 16024,
+    "files that core/grpo.py reaches": 96,
+    "lines of tests": 25073,
+    "lines of bench": 5705,
+    "lines of Python": 63156,
     "options": 131,
-    "lines of the longest class": 288,
+    "lines of the longest class": 248,
 }
-LOADED = {"files": 116, "lines": 17412}  # of the house, by a run of a step with evaluation and saving
+LOADED = {"files": 113, "lines": 16664}  # of the house, by a run of a step with evaluation and saving
 
 
 def num_lines(path: Path) -> int:
