@@ -106,11 +106,11 @@ class Log:
         if self.logger:
             self.logger.note(step, metric, text, is_warning)
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         """Counts a step, and drops compiled programs if there are too many for the process."""
         if self.layout.is_cpu and forget_programs():
             text = "there were too many compiled programs for this process; it loads them as needed"
-            self.folder.print(f"step {self.logger.step}: {text}")
+            self.folder.print(f"step {step}: {text}")
             self.compilations.are_all_known = False
         self.num_steps += 1
         self.compilations.num_steps = self.num_steps

@@ -19,7 +19,6 @@ from utils.settings.arguments import Value
 from utils.settings.config import options_of
 from utils.settings.errors import counted
 
-CPU_PRESET = "configs/cpu.py"
 PYTHON = "python" if shutil.which("python") == sys.executable else sys.executable  # as a shell finds it
 MANY_TOKENS_ON_CPU = 1 << 18  # tokens of a step: minutes of sampling for models/tiny on two cores
 
@@ -33,7 +32,7 @@ def describe_steps(folder: RunFolder, max_new_tokens: int) -> list[str]:
     steps = counted(settings["max_steps"], "step")
     lines = [f"{steps} of {rollouts}, up to {num_tokens:,} tokens a step"]
     if folder.layout.is_cpu and num_tokens >= MANY_TOKENS_ON_CPU:
-        lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
+        lines.append("such steps take long on a CPU: --config configs/cpu.py makes them smaller, and fewer")
     return lines
 
 

@@ -177,7 +177,7 @@ class Run:
             return progress
         with self.stop.at_once(), waiting("held-out problems before training"):
             metrics = evaluate(state, progress.step)
-        for problem in self.stop.missing(metrics, is_held_out=True):
+        for problem in self.stop.missing(metrics, [True]):
             raise UserError(problem)
         if metrics:
             metrics |= self.log.compile_metrics()
@@ -225,7 +225,7 @@ class Run:
         is_last |= STOPPED in progress.memory
         metrics |= evaluate(state, step) if is_last and not is_evaluated else {}
         self.log.write(step, metrics)
-        for problem in self.stop.missing(metrics, is_held_out=False) if is_first else ():
+        for problem in self.stop.missing(metrics, [False] * is_first + [True] * is_evaluated):
             self.log.note(step, self.curve, problem, is_warning=True)
         if rollouts:
             self.log.write_rollouts(step, *rollouts, is_last or is_due_now or is_first)
@@ -233,7 +233,7 @@ class Run:
         is_saved = is_last or is_due(step, self.config.save_interval)
         if is_saved:
             self.states.save_step(state, progress)
-        self.log.end_step()
+        self.log.end_step(step)
         self.states.end_step(state, progress)
         if self.folder.is_lost:
             raise OSError(f"another process has taken {self.folder.path}, since this one was silent for long: end one")

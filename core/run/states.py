@@ -80,10 +80,7 @@ class States:
             return None
         state, progress = newest
         self.folder.upload()
-        saved = asdict(progress)
-        if not progress.memory:
-            del saved["memory"]  # as states of before have it
-        self.checkpoints.save(progress.step, state, saved)
+        self.checkpoints.save(progress.step, state, asdict(progress))
         return newest
 
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:

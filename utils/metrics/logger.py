@@ -145,7 +145,7 @@ class Logger(contextlib.AbstractContextManager):
         print(*lines, sep="\n", flush=True)
 
     def __exit__(self, *_) -> None:
-        """Closes the files and the sinks; a slow network delays this by 90 seconds a sink at most."""
+        """Closes the files and the sinks; a slow network delays this by the limits of the sinks."""
         for file in self.files.values():
             with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `write` raised for
                 file.close()

@@ -76,8 +76,8 @@ def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
 
 
 def describe_segment(segment: RunSegment) -> str:
-    """Returns a segment in words."""
-    return f"from step {segment['step'] + 1} on: {segment['text']}"
+    """Returns a segment in words; those of runs of before 2026-11-28 have no text."""
+    return f"from step {segment['step'] + 1} on: {segment.get('text') or segment['changed'] | segment['data']}"
 
 
 def last_break(segments: Sequence[RunSegment]) -> int:

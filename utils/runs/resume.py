@@ -5,7 +5,7 @@ from pathlib import Path
 
 from utils.metrics.jsonl import JSON, read_json
 from utils.runs.origin import read_settings
-from utils.settings.arguments import Value
+from utils.settings.arguments import WERE_ON, Value
 from utils.settings.config import OptionField
 from utils.settings.errors import UserError
 
@@ -33,7 +33,7 @@ def check_settings(
     if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} was computed for the run's original end)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
-    gone = [name for name in sorted(before.keys() - settings.keys()) if before[name]]  # of those that were on
+    gone = [name for name in sorted(before.keys() - settings.keys()) if bool(before[name]) != (name in WERE_ON)]
     lines += [f"{name} was {before[name]!r} and is not an option of this version" for name in gone]
     return refuse_changes(file.parent, "settings", lines, resume, advice)
 

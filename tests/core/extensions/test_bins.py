@@ -23,18 +23,10 @@ def reward(completion, share, **row):
     return {"return": float(right) + 0.5 * (zlib.crc32(completion.encode()) % 2), "correct_answer": float(right)}
 """
 FLAGS = FLAGS | {
-    "env_name": "dataset",
-    "test_env_name": "",
-    "groups_per_batch": GROUPS,
-    "group_size": SIZE,
-    "max_resampling": 3,
-    "do_group_filter": 1,
-    "max_steps": STEPS,
-    "save_interval": 2,
-    "save_rollouts": "all",
-    "task_sampling": "bins",
+    "env_name": "dataset", "test_env_name": "", "groups_per_batch": GROUPS, "group_size": SIZE, "max_resampling": 3,
+    "do_group_filter": 1, "max_steps": STEPS, "save_interval": 2, "save_rollouts": "all", "task_sampling": "bins",
     "num_generation_tokens": 8,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

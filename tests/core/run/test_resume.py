@@ -42,7 +42,7 @@ from utils.devices.sharding import single_device
 from utils.metrics.logger import LossyWriter
 from utils.runs import lock
 from utils.runs.lock import FolderLock
-from utils.runs.origin import last_break
+from utils.runs.origin import describe_segment, last_break
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
@@ -248,13 +248,15 @@ def save(run: Run, step: int) -> None:
     run.save_newest()
 
 
-def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
+def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path, monkeypatch):
     """Progress.memory as it was at the end of the step, and arrays of TrainState.extra."""
+    monkeypatch.setattr("core.run.log.forget_programs", lambda: True)
     rng = np.random.default_rng(0)
     extra = {"ema": {"w": jnp.float32(rng.normal(size=(5, 3)))}, "buffer": jnp.int32(rng.integers(9, size=7))}
     state = TrainState({"w": jnp.ones(3)}, (), jnp.int32(1), jnp.int32(0), extra)
     memory = {"baseline": {"7": rng.normal()}, "seen": [1, 2]}
     with started(small_run(tmp_path / "run")) as run:
+        run.log.logger = None  # as in all processes but the main one
         end_step(run, 1, state, copy.deepcopy(memory))
     restored, progress = small_run(tmp_path / "run").restore(jax.tree.map(jnp.zeros_like, state))
     assert progress == Progress(1, memory=memory)
@@ -349,13 +351,7 @@ def test_run_resumes_if_changed_settings_leave_it_the_same(tmp_path, capsys):
             small_run(tmp_path, **options | change)
     with pytest.raises(UserError, match="--resume never"):
         small_run(tmp_path, **options, resume="never")
-    free = {
-        "mesh": "fsdp=1",
-        "max_steps": 9,
-        "save_interval": 3,
-        "model_dir": "models/tiny/",
-        "tensorboard": True,
-    }
+    free = {"mesh": "fsdp=1", "max_steps": 9, "save_interval": 3, "model_dir": "models/tiny/", "tensorboard": True}
     capsys.readouterr()
     small_run(tmp_path, **options, **free).folder.release()
     assert not capsys.readouterr().out
@@ -369,7 +365,7 @@ def test_options_that_are_new_or_gone_had_their_defaults(tmp_path):
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())
     del settings["temperature"], settings["lr"]
-    file.write_text(json.dumps(settings | {"gone": "", "removed": False}))
+    file.write_text(json.dumps(settings | {"gone": "", "removed": False, "train_vocab": True}))
     small_run(tmp_path).folder.release()
     with pytest.raises(UserError, match="--temperature is 0.5 now and was 1.0"):
         small_run(tmp_path, temperature=0.5)
@@ -400,6 +396,7 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     assert first == {"step": 3, "text": "--lr is 0.002 now and was 0.001"}
     assert second == {"step": 3, "text": "--temperature is 0.5 now and was 1.0"}
     assert last_break([]) == -1
+    assert describe_segment({"step": 3, "changed": {"lr": [1, 2]}, "data": {}}) == "from step 4 on: {'lr': [1, 2]}"
     assert [segment["step"] for segment in run.folder.begin(2, {})] == [2, 2]
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event["global_step"] for event in events] == [3, 3]

@@ -117,3 +117,5 @@ def test_rule_on_a_metric_that_is_not_logged_is_a_warning(tmp_path, capsys):
     assert capsys.readouterr().out.count("no metric los: give loss, or a name") == 1
     warnings = [(event["global_step"], event["warning"]) for event in read_jsonl(tmp_path / "run/events.jsonl")]
     assert [step for step, text in warnings if text.startswith("--stop_at los>")] == [1]
+    assert train(tmp_path / "run", stop_at="test_env/retrun>1", max_steps=3) == 0
+    assert "no metric test_env/retrun: give test_env/return" in capsys.readouterr().out, "a rule of a resumed run"
