@@ -12,6 +12,7 @@ from core.config import Config
 from core.records import Progress
 from core.run import card as cards
 from core.run.card import ModelCard, find_version
+from core.run.folder import settings_of_model
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
 from tests.references import FIXTURES, load
@@ -52,12 +53,7 @@ def test_the_licence_is_that_of_the_base(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["it's: ", '"$HOME" `id` <think>\n---\n', "\udcff"])
 def test_the_command_trains_the_same_whatever_is_in_it(prefix):
-    style = {
-        "env_options": f"prefix={prefix},numbers=3",
-        "do_group_filter": True,
-        "lr": 3e-7,
-        "wandb_name": "private",
-    }
+    style = {"env_options": f"prefix={prefix},numbers=3", "do_group_filter": True, "lr": 3e-7, "wandb_name": "private"}
     card = card_of(**style, wandb_project="http://me:secret@host")
     text = card.render(Progress(3, num_rollouts=24), {})
     assert "secret" not in text
@@ -72,6 +68,8 @@ def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     program, script, *argv = shlex.split(blocks(text)["sh"])
     assert (program, script) == ("python", "core/grpo.py")
     assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "wandb_project": ""}
+    _, _, *argv = shlex.split(blocks(card_of(env_name="poem").render(Progress(3), {}))["sh"])
+    assert parse(Config, argv, implied=settings_of_model).env.env_name == "poem", "and not the demo of models/tiny"
 
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation():
