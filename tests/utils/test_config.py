@@ -307,9 +307,9 @@ def test_help_shows_the_values_of_a_command(tmp_path, capsys):
     (tmp_path / "low.yaml").write_text("lr: 0.5")
     implied = lambda options: {"sharding": "fsdp", "lr": 3.0}  # noqa: E731
     with pytest.raises(SystemExit, match="^0$"):
-        read(f"--help all --config {tmp_path / 'low.yaml'} --group_size=3", implied=implied)
+        read(f"--ckpt_dir all --help all --config {tmp_path / 'low.yaml'} --group_size=3", implied=implied)
     text = capsys.readouterr().out
-    for shown in ("lr float = 0.5", "group_size int = 3", "sharding str = 'fsdp'", "temperature float = 1.0"):
+    for shown in ("ckpt_dir str = 'all'", "lr float = 0.5", "group_size int = 3", "sharding str = 'fsdp'"):
         assert f"\n  --{shown}\n" in text
 
 

@@ -121,7 +121,7 @@ def parse(
     """
     known = options_of(config_class)
     is_help = bool(HELP_FLAGS & set(argv))
-    words = [word for word in argv if word not in HELP_FLAGS | ALL_HELP] if is_help else argv
+    words = [x for i, x in enumerate(argv) if x not in HELP_FLAGS and (x != "all" or argv[i - 1] not in HELP_FLAGS)]
     types = {name: option.type for name, option in known.items()} | dict.fromkeys(spellings, str)
     try:
         assignments = read_assignments(words, types, aliases)
