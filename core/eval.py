@@ -153,13 +153,13 @@ def evaluate_checkpoint(
         sampling = replace(sampling, prompt_length=max(sampling.prompt_length, SHOWN_LENGTH))
     for settings in environments:
         with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
+            if config.output.show:
+                print(*worker.notes, show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show), sep="\n")
+                continue
             room = sampling_room(model, layout, params, worker.row_length, config.devices.rollout_tp)
             worker = worker.with_room(room, worker.num_eval_tasks(num_tasks) * num_samples)  # noqa: PLW2901
             if layout.is_main:
                 print(*(f"{note}\n" for note in worker.notes), sep="", end="", flush=True)
-            if config.output.show:
-                print(show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show))
-                continue
             metrics, episodes, estimates = evaluate(worker, params, num_tasks, num_samples, config.output.seed)
         results.append(Result(name, settings.label, metrics, episodes.task_ids[::num_samples], estimates))
         if layout.is_main:
