@@ -30,7 +30,6 @@ from envs.data.rows import check_text
 from models.memory import out_of_memory
 from models.names import Params
 from models.tokenizer import Tokenizer
-from utils.batching import bucket
 from utils.devices.startup import ending_together, make_layout
 from utils.metrics.jsonl import JSONRow
 from utils.metrics.logger import printable
@@ -103,9 +102,11 @@ def sample_rows(
 ) -> list[Completions]:
     """Returns the completions of all prompts, a call's together."""
     num_samples = config.prompts.num_samples
-    row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
-    sampler, most_rows = with_room(sampler, params, config, row_length, len(prompts) * num_samples)
+    row_length, all_rows = sampler.max_prompt_tokens + sampler.max_new_tokens, len(prompts) * num_samples
+    sampler, most_rows = with_room(sampler, params, config, row_length, all_rows)
     num_rows = config.sampling.inference_batch_per_device or most_rows
+    paging = replace(sampler.paging, num_slots=min(num_rows * sampler.layout.row_shards, all_rows))
+    sampler = replace(sampler, paging=paging)
     weights, key, parts = sampler.load_weights(params), make_key(config.model.seed), []
     per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
     for start in range(0, len(prompts), per_call):

@@ -71,7 +71,8 @@ class ChatModel:
             end = sampler.reply_end(tokens, 0, num_sampled) or num_sampled
             show_text(tokenizer.decode(tokens[:end]))
 
-        streaming = replace(sampler, on_segment=on_segment)
+        most = bucket(len(prompt)) if sampler.layout.is_cpu else sampler.max_prompt_tokens  # in the cache that is read
+        streaming = replace(sampler, on_segment=on_segment, max_prompt_tokens=min(most, sampler.max_prompt_tokens))
         completions = streaming.generate(self.weights, [prompt], np.array([next(self.numbers)]), 1, self.key)
         reply = tokenizer.decode(completions.tokens[0, len(prompt) : completions.lengths[0]].tolist())
         show_text(reply)

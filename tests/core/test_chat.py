@@ -12,13 +12,17 @@ import time
 
 import pytest
 
+from core import sampling
 from core.chat.models import ChatModelConfig, load_chat_models, prompt_styles
 from core.chat.terminal import StreamPrinter, converse
 from core.sampling import SamplingCommand, encode_row, read_prompts
+from models.memory import Room, page_bytes
+from models.pages import new_state
 from models.tokenizer import load_tokenizer, with_training_prompts
 from tests.helpers import ROOT
 from tests.scripted import Scripted
 from utils.devices.sharding import single_device
+from utils.settings.config import make_config
 from utils.settings.errors import UserError
 
 
@@ -104,9 +108,15 @@ def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path
     assert alone == base.encode(text), "a model without a record of training as its template has it"
 
 
-def test_a_conversation_and_its_reply_fill_the_context():
+def test_a_conversation_and_its_reply_fill_the_context(monkeypatch):
     (model,) = load_chat_models([str(ROOT / "models/tiny")], SamplingCommand(), single_device())
     assert model.sampler.max_prompt_tokens + model.sampler.max_new_tokens == model.sampler.model.num_positions
+    room, made = 1 << 22, []  # bytes: little, as the conversation is short
+    monkeypatch.setattr("core.sampler.new_state", lambda *sizes: made.append(sizes) or new_state(*sizes))
+    monkeypatch.setattr("core.chat.models.sampling_room", lambda model, layout, *_: Room(layout, room))
+    assert model.reply([{"role": "user", "content": "Use 3 7 12 to make 24."}], lambda text: None)
+    sampling.main(make_config(SamplingCommand, num_samples=4, num_generation_tokens=8))
+    assert all(num_pages * page_bytes(model, page) <= room for model, _, num_pages, page, _ in made)
 
 
 def take_terminal():
