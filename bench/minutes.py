@@ -1,4 +1,4 @@
-"""Minutes of runs to a held-out score, as rows of a table like that of docs/lab/language_models.md.
+"""Minutes of runs to a held-out score, as rows of a table.
 
 python bench/minutes.py runs/demo-1 --score 0.6
 """
