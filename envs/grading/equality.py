@@ -112,7 +112,7 @@ def _same_math(reference: str, answer: str) -> bool:
 # differences that math-verify overlooks
 
 POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
-UNIT = re.compile(rf"(?<=[\d}})])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
+UNIT = re.compile(rf"(?<=[\d}})$])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
 COUNTED = re.compile(r"(.*\S)\s+([^\W\d_]{3,})")  # 18 apples
 MARKS = [  # signs that are units
     (re.compile(r"\s*(?:\\[$]|[$](?=[^$]*$))"), "dollar"),
@@ -313,7 +313,7 @@ def is_tame(text: str) -> bool:
 POWER = r"(?:\^|\*\*)\s*[{(]?\s*-?\s*"
 # Input that takes forever, before or after it is parsed; some of it is what a policy writes.
 HUGE = re.compile(
-    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
+    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|(?:\d{5}|[!}]|\^\s*\d+)[\s})]*!"
     r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)"
     # powers of powers, large ones, those of sums, and beside functions
     rf"|\d[\s)}}]*{POWER}\d+[\s)}}]*{POWER}|{POWER}\d{{5}}|[-+][^()]*\)\s*{POWER}\d{{3}}"

@@ -128,6 +128,7 @@ REWRITES = [
     (re.compile(pattern), text)
     for pattern, text in [
         (r"\\!|\\+\s*$", ""),  # at the end: what is left of a cut "\ " or "\\"
+        (r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?(?! ?\d)", r"\1"),  # formulas, not dollars
         (r"\{,\}", ","),
         (r"\\[,;: ]|\\quad|(?<!~)~(?!~)|^\s*[*•](?=\s)", " "),
         (EMPHASIS.pattern, r"\2"),

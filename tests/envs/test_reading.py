@@ -53,6 +53,7 @@ SHOWN = [
     ("It is minus 5 degrees.", ["-5"], ["5"], "and with the words of its sign"),
     ("It is between 5 and 7.", ["between 5 and 7"], ["5", "7", "5, 7"], "several numbers are none"),
     ("The solutions are 5 and 7.", ["5, 7", r"\{5, 7\}"], ["5", "7"], "but a list of them is a list"),
+    (r"It turns by $90^\circ$.", ["90", r"90^\circ"], [r"\$90", "90 cm", r"90\%"], "dollar signs around LaTeX are no money"),
     ("The answer is (1, 2).", ["(1,2)"], ["2", "1", "(2,1)"], "a formula is compared as a whole"),
     ("Answer: 7\nConfidence: 95%", ["7"], ["95", "95%"], "notes after the answer do not count"),
     ("答案是42元。", ["42", "42元"], ["42 km"], "units and full stops of other scripts"),
