@@ -147,7 +147,7 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
 
 ENVIRONMENT = re.compile(r"\$|\\boxed|\\\(|\\\[")
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}|\.\.\.|…|\\[lc]?dots")
-LIST = re.compile(r"\d\s*(?:,|,?\s*(?:and|or))\s+\d")
+NO_LAST = re.compile(r"\d\s*(?:,|,?\s*(?:and|or))\s+\d|[\\{}()/]")  # a list, or a formula: no last number counts
 BASE = re.compile(r"\d_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+)[\s}]*$")
 
 
@@ -173,11 +173,11 @@ def may_be_same(reference: str, answer: str) -> bool:
 
 def sentence_number(text: str) -> Number | None:
     """Returns the number that a sentence gives, as in "it is not 10, it is 12 dollars"; None if there is none."""
-    if re.search(r"[\\{}\[\]()+*=^<>|!#&_/@]", text):
+    if re.search(r"[\[\]+*=^<>|!#&_@]|/(?!\s*\d)|\\(?![dtc]?frac\s*[{\d])", text):
         return None
     if number := parse_number(text, words=True):
         return number
-    return None if LIST.search(text) else parse_number(extract_last_number(text) or "", words=True)
+    return None if NO_LAST.search(text) else parse_number(extract_last_number(text) or "", words=True)
 
 
 # math-verify

@@ -19,7 +19,7 @@ PLAIN_NAMES |= {"asin": "\\arcsin ", "acos": "\\arccos ", "atan": "\\arctan ", "
 LEAD = re.compile(
     r"^\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
     r"(?:(?:answer|choice|option|solution)s?(?:\s+(?:is|are)\b\s*:?|\s*[:=])|(?:it|this|that)(?:\s+is\b|['’]s\b)"
-    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
+    r"|(?:choice|option)\s+(?=\W?[A-Z]\b)|=)\s*",
     re.IGNORECASE,
 )  # before an answer
 CHOICE = re.compile(
