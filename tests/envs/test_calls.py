@@ -1,6 +1,7 @@
 """Calls of tools in the forms of published models: each is read to the same call, or refused."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_call_that_is_not_complete_is_refused(cut):
     assert calls_as_json(FORMS["functions"], [body], [KNOWN_TOOL]) == (body,)
     with pytest.raises(CallError):
         parse_call(body)
+
+
+def test_a_call_that_repeats_itself_is_read_at_once():
+    start, body = time.process_time(), "<function=weigh>" + "<parameter=what>" * 5000 + "</function>"
+    assert calls_as_json(FORMS["functions"], [body], [KNOWN_TOOL]) == (body,)
+    assert time.process_time() - start < 5, "seconds; it was 20"
 
 
 def test_values_without_quotes_have_the_types_of_the_tool():

@@ -155,6 +155,8 @@ HOSTILE = {
     "scientific": lambda: "1e999999999",
     "factorials": lambda: "((9!)!)!",
     "factorial": lambda: "100000000!",
+    "factorial of a power": lambda: "8^9!",
+    "factorial of a fraction": lambda: r"\frac{4040099}{2010}!",
     "binomial": lambda: r"\binom{1000000000}{500000000}",
     "sum": lambda: r"\sum_{k=1}^{1000000000} k^k",
     "product": lambda: r"\prod_{k=1}^{10^{12}} k",
