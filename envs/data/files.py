@@ -135,20 +135,15 @@ def read_csv(path: Path, separator: str) -> Located:
             for values in rows:
                 location, first = f"{path}:{first}", rows.line_num + 1
                 if not names:
-                    names = check_names(path, values)
+                    names = values
+                    if repeated := next((name for name in names if names.count(name) > 1), ""):
+                        raise UserError(f"{path} has several columns {repeated!r}: give each a name of its own")
                 elif len(values) == len(names):
                     yield location, dict(zip(names, values, strict=True))
                 elif values:
                     yield location, ValueError(f"it has {len(values)} columns, and the first line names {len(names)}")
         except csv.Error as error:
             raise UserError(f"{path}:{first} begins a row that is not CSV ({error}): correct it") from error
-
-
-def check_names(path: Path, names: list[str]) -> list[str]:
-    """Returns the names of columns. Raises: UserError if two are alike."""
-    if repeated := next((name for name in names if names.count(name) > 1), ""):
-        raise UserError(f"{path} has several columns {repeated!r}: give each a name of its own")
-    return names
 
 
 def read_parquet(path: Path) -> Located:
@@ -159,15 +154,14 @@ def read_parquet(path: Path) -> Located:
     try:
         with open_file(path) as file:
             opened = pyarrow.parquet.ParquetFile(file)
-            check_names(path, opened.schema_arrow.names)
+            if len({*opened.schema_arrow.names}) < len(opened.schema_arrow.names):
+                raise ValueError("several columns have one name")
             rows = (row for batch in opened.iter_batches(BATCH, use_threads=False) for row in batch.to_pylist())
             for i, row in enumerate(rows, 1):
                 yield f"{path}, row {i}", without_nulls(row)
-    except UserError:
-        raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+        raise UserError(f"{path} is not a whole Parquet file ({reason}): correct it, or copy it again") from error
 
 
 def without_nulls(value: JSON, is_within: bool = False) -> JSON:

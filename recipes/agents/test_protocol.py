@@ -137,9 +137,8 @@ def test_what_cannot_be_done_is_refused_by_name(body, field):
 def test_a_body_that_is_not_json_is_refused(body):
     with pytest.raises(BadRequest, match="not valid JSON"):
         ChatRequest.read(body)
-    for kind in (ChatRequest, GenerateRequest):
-        with pytest.raises(BadRequest, match="is \\[\\]"):
-            kind.read(b"[]")
+    with pytest.raises(BadRequest, match="is \\[\\]"):
+        GenerateRequest.read(b"[]")
     with pytest.raises(BadRequest, match="shorten it"):
         ChatRequest.read(b" " * 2_100_000)
 

@@ -78,9 +78,8 @@ MORE = [
     *[(reply, ["18"], ["1", "8", "-18"]) for reply in ("So 18.", "Total 18", "about $18", "x is 18")],
     *[(reply.format(answer), [answer], ["3", "1"])
       for answer in ("1/2", r"\frac{3}{4}", r"50\%", "(1,2)", "x=5", "1,000", r"90^\circ")
-      for reply in ("So {}.", "Hence, {}.", "We get {}.", "She gets {}", "It makes {}.", "{} total", "= {}", "* {}")],
+      for reply in ("So {}.", "Hence, {}.", "We get {}.", "She gets {}", "{} total", "= {}", "* {}", "x = {}")],
     (r"It costs \$5.", ["5"], ["5 euros"]),
-    ("Therefore, x = 1,000.", ["1,000"], ["0", "1"]),
     ("I would rather not say.", [], ["yes", "no", "5"]),
     # choices
     *[(reply, ["B"], ["A", "C"]) for reply in ("(B)", "**B.**", "B) an apple", "Option B", "The answer is (B).",
