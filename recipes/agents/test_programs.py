@@ -26,7 +26,7 @@ from models.tokenizer import load_tokenizer  # noqa: E402
 from recipes.agents.agent import AgentSettings  # noqa: E402
 from recipes.agents.endpoint import BUDGET, Asked, Endpoint, Session  # noqa: E402
 from recipes.agents.host import AgentHost, AgentJob, passed_variables, read_rewards  # noqa: E402
-from recipes.agents.protocol import ChatRequest, Sampled, reply_message  # noqa: E402
+from recipes.agents.protocol import BadRequest, ChatRequest, Sampled, reply_message  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
 from utils.settings.errors import UserError  # noqa: E402
 
@@ -124,6 +124,22 @@ def test_a_retry_gets_the_answer_of_the_one_equal_request():
     assert (len(script.asked), script.talker.num_calls) == (3, 3)
     again = talk(script, ([HELLO], True))
     assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
+
+
+def test_a_request_whose_program_ends_meanwhile_is_refused():
+    """Nobody would end its row, and the run would wait for it forever."""
+    script, keys = Script(), []
+
+    def session_of(key: str) -> Session:
+        keys.append(key)
+        if len(keys) > 1:
+            raise BadRequest("the key is not that of a program that runs")
+        return script.talker
+
+    script.session_of = session_of
+    with pytest.raises(BadRequest, match="the key is not"):
+        talk(script, ([HELLO], False))
+    assert not script.asked
 
 
 def test_requests_beyond_the_rows_wait_in_their_order():
