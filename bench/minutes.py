@@ -1,4 +1,4 @@
-"""Minutes of runs to a held-out score, as rows of the board in docs/lab/results.md.
+"""Minutes of runs to a held-out score, as rows of a table.
 
 python bench/minutes.py runs/demo-1 --score 0.6
 """

@@ -2,7 +2,7 @@
 
     python bench/objectives.py --dir runs/objectives            # rates of 16 presets, then 16 presets x 3 seeds
     python bench/objectives.py --dir runs/objectives --draw     # objectives.png and both tables, from what is there
-    python bench/objectives.py --dir runs/objectives --rates docs/lab/runs/methods/rates.json    # rates that are known
+    python bench/objectives.py --dir runs/objectives --rates rates.json    # rates that are known, by preset
 
 Each step samples 256 completions (16 prompts x 16) and takes four updates, each of a quarter of the rows trained on
 (sil and nanochat one, of all of it; policy_gradients one of every 8 completions). All else is the preset's or, if

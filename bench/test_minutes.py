@@ -1,4 +1,4 @@
-"""The board of docs/lab/results.md is read off metrics and config.json."""
+"""A row of minutes to a score is read off metrics and config.json."""
 
 from bench.minutes import board_row
 from utils.metrics.curves import read_metrics

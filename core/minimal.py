@@ -19,7 +19,6 @@ import json
 import operator
 import random
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -413,15 +412,17 @@ def read_model(folder: Path, dtype: str) -> Model:
     """Returns the model that config.json describes, with the stop tokens of generation_config.json."""
     file = folder / "config.json"
     refuse(not file.is_file(), f"{folder} is no Hugging Face folder: it has no config.json")
-    config = {"tie_word_embeddings": False, "hidden_act": "silu"} | json.loads(file.read_text())
+    defaults = {"tie_word_embeddings": False, "hidden_act": "silu", "rope_theta": 1e4, "eos_token_id": None}
+    config = defaults | json.loads(file.read_text())
     kind = config.get("model_type")
     refuse(kind not in ("llama", "qwen2", "qwen3"), f"{file}: {kind} is none of llama, qwen2 and qwen3")
     config |= config.get("rope_parameters") or config.get("rope_scaling") or {}  # as the release has it
     scaling = config.get("rope_type", config.get("type", "default"))
     refuse(scaling != "default", f"{file}: rope scaling ({scaling}) is not computed here: run core/grpo.py")
     has_windows = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
-    act = config["hidden_act"]
-    refuse(has_windows or act != "silu", f"{file}: windows and {act} are not computed here: run core/grpo.py")
+    act, is_quantized = config["hidden_act"], config.get("quantization_config")
+    is_other = has_windows or act != "silu" or is_quantized
+    refuse(is_other, f"{file}: windows, {act} and quantized weights are not computed here: run core/grpo.py")
     stop = config["eos_token_id"]
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -431,15 +432,17 @@ def read_model(folder: Path, dtype: str) -> Model:
     return Model(*[config[name] for name in Model._fields[:-1]], dtype)
 
 
-def load_params(folder: Path, num_layers: int) -> Params:
+def load_params(folder: Path, model: Model) -> Params:
     """Returns the parameters of *.safetensors in float32, shared out to the devices."""
     tensors = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
     refuse(not tensors, f"{folder} has no *.safetensors: download the weights")
+    if model.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)  # some files have it twice
     params, layers = {}, {}
     for name, x in tensors.items():
         prefix, _, rest = name.partition(".layers.0.")
         if rest:
-            layers[rest] = np.stack([tensors[f"{prefix}.layers.{i}.{rest}"] for i in range(num_layers)])
+            layers[rest] = np.stack([tensors[f"{prefix}.layers.{i}.{rest}"] for i in range(model.num_hidden_layers)])
         elif ".layers." not in name:
             params[name] = x
     params["layers"] = layers
@@ -451,8 +454,10 @@ def save_params(params: Params, source: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in file.name:
-            shutil.copy(file, folder)
-    params = jax.device_get(params)
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    params = jax.tree.map(np.ascontiguousarray, jax.device_get(params))  # `save_file` takes the memory as it is
     tensors = {name: x for name, x in params.items() if name != "layers"}
     for name, stacked in params["layers"].items():
         tensors |= {f"model.layers.{i}.{name}": x for i, x in enumerate(stacked)}
@@ -584,7 +589,7 @@ def main(settings: Settings) -> None:
     model = read_model(folder, settings.dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with jax.set_mesh(jax.make_mesh((num_devices,), ("devices",), axis_types=(AxisType.Auto,))):
-        params = load_params(folder, model.num_hidden_layers)
+        params = load_params(folder, model)
         print(f"{folder}: {optax.tree.size(params):,} parameters on {num_devices} devices")
         params = train(settings, model, params, tokenizer)
         if settings.save_dir:

@@ -218,11 +218,14 @@ class Sampler:
         strings = *self.stop_strings, *stops.strings
         is_stop = np.isin(tokens[start:stop], (*self.stop_ids, *stops.ids))
         end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
-        # A token has a byte or more; 8 tokens besides, since the first bytes may be a part of a character.
-        first = max(0, start - 8 - max((len(string.encode()) for string in strings), default=0))
+        if not strings:
+            return end
+        longest, first = max(map(len, strings)), start
+        while first and len(self.tokenizer.decode(tokens[first:start])) < longest + 8:  # 8: parts of a character
+            first = max(0, 2 * first - start - 8)
 
         def has_string(num_tokens: int) -> bool:
-            text = self.tokenizer.decode(tokens[first:num_tokens]) if strings else ""
+            text = self.tokenizer.decode(tokens[first:num_tokens])
             return any(string in text for string in strings)
 
         last = end or stop

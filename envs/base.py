@@ -153,7 +153,6 @@ class Env:
     """Text in, rewards out. Subclass it, and add one line to the table in envs/__init__.py.
 
     A subclass writes `score` for problems with one reply, or `episode` and `max_turns` for conversations.
-
     The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default. The
     fields of a `dataclass(eq=False)`, which stays hashable, are options too. Each grading process makes its own
     environment from the same name and options: keep that quick.
@@ -241,9 +240,7 @@ def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
 def choose_split(identity: str, one_in: int) -> str:
     """Returns the split of a text's digest: test for one in `one_in`, valid for half as many, else train."""
     digest = zlib.crc32(identity.encode())
-    if digest % one_in == 0:
-        return "test"
-    return "valid" if digest % (2 * one_in) == 1 else "train"
+    return "test" if digest % one_in == 0 else "valid" if digest % (2 * one_in) == 1 else "train"
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:

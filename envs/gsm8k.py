@@ -1,7 +1,4 @@
-"""GSM8K: grade-school word problems whose answer is a number, graded exactly.
-
-Source: github.com/openai/grade-school-math.
-"""
+"""GSM8K: grade-school word problems with a number as answer, graded exactly; from openai/grade-school-math (GitHub)."""
 
 from envs.data.questions import Questions
 from envs.data.rows import RawRow, Row, Source, load_rows, text_answer, text_prompt

@@ -78,23 +78,23 @@ def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
 def load_module(path: Path) -> ModuleType:
     """Returns the module in a file, under the file's name if it is free; it is executed again if the file has changed.
 
-    Raises: UserError if it imports a module beside it that has the name of a package of ours.
+    Raises: UserError if it imports a module beside it that has the name of another one, as of a package of ours.
     """
     modified = path.stat().st_mtime_ns
     if path in LOADED and LOADED[path][1] == modified:
         return sys.modules[LOADED[path][0]]
     # The folder from which the file imports: its own, or the one that holds its outermost package.
     root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
-    imports = rf"^\s*(?:from|import)\s+({'|'.join(LMPO)})\b"
-    for first in re.findall(imports, path.read_text(encoding="utf-8"), re.MULTILINE):
-        neighbor = next(filter(Path.exists, (root / f"{first}.py", root / first)), None)
-        if neighbor and root.resolve() != ROOT:
-            raise UserError(f"{path} imports {neighbor}, and a package of lmpo has this name: rename it")
     if str(root) not in sys.path:
         sys.path.append(str(root))
     importlib.invalidate_caches()
+    for first in re.findall(r"^\s*(?:from|import)\s+(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        places = root / f"{first}.py", root / first / "__init__.py", *[root / first] * (first in LMPO)
+        neighbor = next(filter(Path.exists, places), None)
+        if neighbor and root.resolve() != ROOT and Path(str(find_spec(first).origin)).resolve() != neighbor.resolve():
+            raise UserError(f"{path} imports {neighbor}, and another module has this name: rename it")
     name = ".".join(path.relative_to(root).with_suffix("").parts)
-    spec = find_spec(name)
+    spec = None if "." in path.stem else find_spec(name)
     if not (spec and spec.origin == str(path)):
         name = f"{path.stem}_{zlib.crc32(bytes(path))}"
         spec = spec_from_file_location(name, path)

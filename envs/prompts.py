@@ -19,10 +19,7 @@ Tasks = Int[np.ndarray, "N"]  # numbers of problems
 def find_tasks(
     name: str, env: Env, encode: Encode, limit: int, remedy: str = "raise --prompt_length"
 ) -> tuple[Tasks | None, str]:
-    """Returns the numbers of the problems whose prompts have at most `limit` tokens (None: all), and which do not.
-
-    Raises: UserError with the `remedy` when no prompt is short enough.
-    """
+    """Returns the problems with prompts of at most `limit` tokens (None: all), and which have more; or UserError."""
     tasks = tasks_that_fit(env, encode, limit)
     if tasks is None or tasks.size == env.num_tasks:
         return tasks, ""

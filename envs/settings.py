@@ -96,8 +96,7 @@ class EnvConfig:
     def options(self, name: str) -> Options:
         """Returns the options of an environment, as --env_options and other flags set them.
 
-        A test environment of another kind than --env_name inherits style, files that it reads, and rewards if it has no
-        grader.
+        A test environment of another kind inherits style, files that it reads, and rewards if it has no grader.
         """
         names = option_names(name)
         flags = {key: getattr(self, key) for key in FILES if key in names and getattr(self, key)}
@@ -266,10 +265,7 @@ def resolve_settings(
     overrides: Options = MappingProxyType({}),
     is_inherited: bool = False,
 ) -> RolloutSettings:
-    """Returns how an environment is played; `overrides`: its own options, which may have the two LIMITS.
-
-    A test environment inherits the limits of training (`is_inherited`). Raises: UserError.
-    """
+    """Returns how an environment is played; `overrides`: own options and LIMITS; `is_inherited`: limits of training."""
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
             raise UserError(f"{key} is a number of tokens, not {overrides[key]!r}: give an integer")

@@ -4,7 +4,7 @@
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # recipes/games/run.sh --seed 0, 1, 2
     python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... recipes/games/run.sh
-    python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
+    python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab
     python imgs/make.py --ladder runs/ladder    # SEED=0, 1, 2 runs/ladder.sh
     python imgs/make.py --gsm8k docs/lab/runs/coder-0.5b_gsm8k_h100
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium

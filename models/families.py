@@ -138,7 +138,7 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
         fields |= {"head_dim": head_dim, "rope_theta": float(full["rope_theta"])}
         fields["rope_scaling"] = read_scaling(full, read)
         fields |= {"family": name, "config": json.dumps(config)} | family.fields
-        kinds = getattr(read, "layer_types", ())
+        kinds = getattr(read, "layer_types", None) or ()
         if family.model_type == "smollm3":
             kinds = [FULL if has_rope else NO_ROPE for has_rope in read.no_rope_layers]
         if {*kinds} - {FULL}:
@@ -209,11 +209,11 @@ def check_supported(config: Fields, read: "PretrainedConfig", family: Family, fi
         check_value("attention_bias", given.get("attention_bias", False), (False,), file)
     for field, supported in SUPPORTED.items():
         check_value(field, given.get(field, supported[0]), supported, file)
-    for kind in getattr(read, "layer_types", ()):
+    for kind in getattr(read, "layer_types", None) or ():
         check_value("layer_types (see use_sliding_window)", kind, family.kinds, file)
     if SLIDING in family.kinds:
         check_value("sliding_window", read.sliding_window, (read.sliding_window or "a number of tokens",), file)
-    elif not getattr(read, "layer_types", ()):  # a window is one of all layers
+    elif not getattr(read, "layer_types", None):  # a window is one of all layers
         check_value("use_sliding_window", getattr(read, "use_sliding_window", False), (False,), file)
     blocks = read.rope_parameters
     for kind, supported in ((FULL, ("default", "linear", "llama3", "yarn")), (SLIDING, ("default",))):

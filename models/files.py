@@ -90,8 +90,8 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
 
 
 def save_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file. Raises: OSError, for a full disk too."""
+    """Writes a safetensors file of arrays in any layout. Raises: OSError, for a full disk too."""
     try:
-        save_file(dict(arrays), file, {"format": "pt"})
+        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, file, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error

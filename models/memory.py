@@ -421,7 +421,7 @@ def describe_memory(
         f"{gigabytes(sampling)} with {num_sampled_rows} rows at once, update {gigabytes(update)} with --remat {remat} "
         f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
-    if sampling > sizes.available:
+    if sampling > sizes.available and sizes.kv_row:  # 0: rows are sampled elsewhere
         fitting = max(0, sizes.available - sizes.without_rows(update)) // sizes.kv_row
         advice = (
             f"the KV cache of {num_sampled_rows} rows x {row_length} tokens will not fit when all are long: lower "

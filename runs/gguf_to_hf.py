@@ -126,7 +126,7 @@ def read_model(gguf: Gguf) -> Decoder:
         value = gguf.metadata.get(f"{gguf.architecture}.{name}")
         if value is None and field not in OPTIONAL:
             raise UserError(f"{gguf.path} has no {gguf.architecture}.{name}: download it again")
-        config[field] = value
+        config |= {} if value is None else {field: value}
     config["tie_word_embeddings"] = OUTPUT not in gguf.tensors
     model = Decoder(**read_config(config, gguf.path))
     # Of all other fields, one value is converted: rotary embeddings of a part of each head, or scaled, are not.

@@ -2,7 +2,7 @@
 # A ladder on Countdown: models/tiny imitates written searches (SFT), then prefers its own better ones (IPO), then RLOO.
 # Hardware: two CPU cores
 # Minutes: 3
-# Score: held-out correct answers of each rung, and paired differences to IPO: docs/lab/results.md
+# Score: held-out correct answers of each rung, and paired differences to IPO: docs/lab/countdown.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"

@@ -2,7 +2,7 @@
 # SmolLM2-135M-Instruct learns the form `#### answer` from 400 written solutions of GSM8K, then word problems by GRPO.
 # Hardware: two CPU cores, 9 GB of memory
 # Minutes: of CPU time 9 for the solutions, 4 for 6 steps of GRPO (AMD EPYC)
-# Score: docs/lab/results.md; `FROM=base` is GRPO without the written replies, `UNTIL=sft` ends after them
+# Score: not stored. `FROM=base` is GRPO without the demonstrations, `UNTIL=sft` ends after them
 set -euo pipefail
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"  # large pages: 20% less time for an update
 cd "$(dirname "$0")/.."

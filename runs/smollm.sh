@@ -2,7 +2,7 @@
 # SmolLM2-135M-Instruct, from a wheel of the package index, learns to answer sums of two numbers up to 20.
 # Hardware: two CPU cores, 9 GB of memory
 # Minutes: 10, of which compilation 1 (AMD EPYC)
-# Score: held-out correct answers 0.228 -> 0.816 (--seed 0), 0.184 -> 0.658, 0.307 -> 0.877 (--seed 1, 2), ± 0.06 to 0.09; docs/lab/results.md
+# Score: held-out correct answers 0.228 -> 0.816 (--seed 0), 0.184 -> 0.658, 0.307 -> 0.877 (--seed 1, 2), ± 0.06 to 0.09; docs/lab/language_models.md
 set -euo pipefail
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"  # large pages: 20% less time for an update
 cd "$(dirname "$0")/.."

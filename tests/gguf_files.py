@@ -57,7 +57,8 @@ def write_gguf(file: Path, name: str, edit: Edit = lambda writer: None, quantiza
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_theta"] != 1e4:  # which files may leave out
+        writer.add_rope_freq_base(rope["rope_theta"])
     num_letters = config["vocab_size"] - 2
     tokens = ["<|endoftext|>", *byte_letters()[:num_letters], "!("]  # whose first one Qwen2Tokenizer needs
     write_vocabulary(writer, tokens, ["! ("], [3] + [1] * (num_letters + 1), "qwen2")

@@ -53,8 +53,7 @@ class Dead(NamedTuple):
 
 
 class Lane:
-    """A process that answers one request after the other. It gets pickles, and answers in JSON, which executes nothing.
-    """
+    """A process that answers one request after the other: it gets pickles, and answers in JSON, which runs nothing."""
 
     def __init__(self, target: str, setup: object, max_memory: int = MAX_MEMORY):
         self.max_memory = max_memory

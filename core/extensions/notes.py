@@ -15,7 +15,6 @@ from utils.settings.errors import UserError
 from utils.settings.presets import TINY
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
-SMALL, HIGH_RATE = 50 * 10**6, 1e-5  # full training of more parameters at a higher rate gets a warning
 NAMES = ("loss_normalization", "objective", "advantage")
 
 
@@ -31,7 +30,7 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters, 
         describe_objective(config.objective),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
-        describe_adapters(config, learner.model) if learner.base else warn_of_rate(config, learner.model),
+        describe_adapters(config, learner.model) if learner.base else "",
     ]
     if config.ahead:
         from core.extensions.ahead import describe_ahead
@@ -71,20 +70,6 @@ def warn_of_prompts(model_dir: str, worker: RolloutWorker) -> str:
     if Path(model_dir) != Path(TINY) or worker.env.rollouts or not text or text.startswith("Use "):
         return ""
     return f"warning: {TINY} reads only prompts such as 'Use 3 4 5 to make 6.': give a --model_dir that reads these"
-
-
-def warn_of_rate(config: Config, model: Decoder) -> str:
-    """Returns a warning if the learning rate is high for training all parameters of a model of this size; or nothing.
-
-    Source of the figures: github.com/jjyaoao/HelloAgents/issues/107, 500 problems, greedy.
-    """
-    if config.optimizer.lr <= HIGH_RATE or model.num_parameters <= SMALL:
-        return ""
-    return (
-        f"warning: --lr {config.optimizer.lr:g} is high for training all {model.num_parameters:,} parameters, and a "
-        "policy may collapse: in HelloAgents' GRPO of Qwen3-0.6B, 5e-5 took GSM8K from 57.0% to 2.4%, even with "
-        "adapters, and 1e-6 was stable: lower --lr to 1e-6"
-    )
 
 
 def describe_adapters(config: Config, model: Decoder) -> str:

@@ -153,13 +153,15 @@ def read_parquet(path: Path) -> Located:
 
     try:
         with open_file(path) as file:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(BATCH, use_threads=False)
-            rows = (row for batch in batches for row in batch.to_pylist())
+            opened = pyarrow.parquet.ParquetFile(file)
+            if len({*opened.schema_arrow.names}) < len(opened.schema_arrow.names):
+                raise ValueError("several columns have one name")
+            rows = (row for batch in opened.iter_batches(BATCH, use_threads=False) for row in batch.to_pylist())
             for i, row in enumerate(rows, 1):
                 yield f"{path}, row {i}", without_nulls(row)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+        raise UserError(f"{path} is not a whole Parquet file ({reason}): correct it, or copy it again") from error
 
 
 def without_nulls(value: JSON, is_within: bool = False) -> JSON:

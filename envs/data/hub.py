@@ -89,7 +89,9 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     def of_split(split: str) -> list[str]:
         word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
         in_folder = [name for name in rows if word.search(name[len(folder) :].rpartition("/")[0])]
-        return one_kind(in_folder or [name for name in rows if word.search(name.rpartition("/")[2])])
+        found = in_folder or [name for name in rows if word.search(name.rpartition("/")[2])]
+        shards = [name for name in found if (shard := SHARD.match(name)) and shard[1].rpartition("/")[2] == split]
+        return one_kind(shards or found)  # train, not train_1M
 
     splits = {name: of_split(name) for name in dict.fromkeys((*WORDS, split))}
     if not any(splits.values()):
@@ -102,6 +104,9 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     if len(folders) > 1:
         raise UserError(f"{origin} has several configurations: name one by {origin}:NAME ({', '.join(folders)})")
     shards = {shard[0]: shard for shard in map(SHARD.match, files) if shard}
+    found = sorted({shard[1].rpartition("/")[2] for shard in shards.values()})
+    if len(found) > 1:
+        raise UserError(f"{origin} has no split {split}, only {', '.join(found)}: name one by hub_split, or its file")
     for start, total in {shard.groups() for shard in shards.values()}:
         missing = {f"{start}-{i:05}-of-{total}" for i in range(int(total))} - shards.keys()
         if missing:  # as in a download that was cut off

@@ -80,9 +80,10 @@ def _same_math(reference: str, answer: str) -> bool:
     simple_reference = simplified(reference)
     if simple_reference and simple_reference == simplified(answer):
         return True
+    reference, answer = EMPHASIS.sub(r"\2", reference), LEAD.sub("", EMPHASIS.sub(r"\2", answer))
+    answer = re.sub(r"(?<=[^\W\d_]{2})!+$", "", answer)
     if not (is_tame(reference) and is_tame(answer)):
         return False
-    reference, answer = EMPHASIS.sub(r"\2", reference), LEAD.sub("", EMPHASIS.sub(r"\2", answer))
     if (chosen := choice(reference)) and choice(answer):
         return chosen == choice(answer)
     reference, answer = (CHOICE_LABEL.sub("", text) if choice(text) else text for text in (reference, answer))
@@ -112,7 +113,7 @@ def _same_math(reference: str, answer: str) -> bool:
 # differences that math-verify overlooks
 
 POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
-UNIT = re.compile(rf"(?<=[\d}})])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
+UNIT = re.compile(rf"(?<=[\d}})$])(?P<space>(?:\s|\\[,;: ]|~)*){UNIT_PHRASE}\s*\}}?\s*$")
 COUNTED = re.compile(r"(.*\S)\s+([^\W\d_]{3,})")  # 18 apples
 MARKS = [  # signs that are units
     (re.compile(r"\s*(?:\\[$]|[$](?=[^$]*$))"), "dollar"),
@@ -135,7 +136,7 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
     if match is None:
         counted = COUNTED.fullmatch(text)
         if counted and not HARMFUL.fullmatch(counted[2]) and parse_number(counted[1]):
-            return counted[1], (counted[2].lower().rstrip("s"), 1, "")
+            return counted[1], split_unit(counted[1])[1] or (counted[2].lower().rstrip("s"), 1, "")
         number = PROSE.search(text) and find_number(text, words=True)  # 3 km long
         return text, split_unit(number[1])[1] if number and number[1] != text else None
     power = match["kind"] or re.sub(r"[\^{}\s]", "", match["power"] or "")
@@ -148,6 +149,8 @@ def split_unit(text: str) -> tuple[str, tuple[str, int, str] | None]:
 ENVIRONMENT = re.compile(r"\$|\\boxed|\\\(|\\\[")
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}|\.\.\.|…|\\[lc]?dots")
 LIST = re.compile(r"\d\s*(?:,|,?\s*(?:and|or))\s+\d")
+SAID = re.compile(rf"{PROSE.pattern}|^\s*[a-zA-Z]\s*=")  # what makes a sentence, unless it has NOTATION
+NOTATION = re.compile(r"[\[\]+*<>|#&_@]|=.*=|\([^()]*,|\\(?![dtc]?frac\s*[{\d]|text|circ(?!.*text)|[$%,;! ])")
 BASE = re.compile(r"\d_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+)[\s}]*$")
 
 
@@ -173,11 +176,12 @@ def may_be_same(reference: str, answer: str) -> bool:
 
 def sentence_number(text: str) -> Number | None:
     """Returns the number that a sentence gives, as in "it is not 10, it is 12 dollars"; None if there is none."""
-    if re.search(r"[\\{}\[\]()+*=^<>|!#&_/@]", text):
-        return None
-    if number := parse_number(text, words=True):
+    is_formula = re.search(r"[\\{}\[\]()+*=^<>|!#&_/@]", text)
+    is_read = not is_formula or (SAID.search(text) and not NOTATION.search(text))
+    number = parse_number(text, words=True) if is_read else None
+    if number or is_formula or LIST.search(text):
         return number
-    return None if LIST.search(text) else parse_number(extract_last_number(text) or "", words=True)
+    return parse_number(extract_last_number(text) or "", words=True)
 
 
 # math-verify
@@ -313,7 +317,7 @@ def is_tame(text: str) -> bool:
 POWER = r"(?:\^|\*\*)\s*[{(]?\s*-?\s*"
 # Input that takes forever, before or after it is parsed; some of it is what a policy writes.
 HUGE = re.compile(
-    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
+    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|(?:\d{5}|!|\d\s*\}|\^\s*\d+)[\s})]*!"
     r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)"
     # powers of powers, large ones, those of sums, and beside functions
     rf"|\d[\s)}}]*{POWER}\d+[\s)}}]*{POWER}|{POWER}\d{{5}}|[-+][^()]*\)\s*{POWER}\d{{3}}"

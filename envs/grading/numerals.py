@@ -128,6 +128,7 @@ REWRITES = [
     (re.compile(pattern), text)
     for pattern, text in [
         (r"\\!|\\+\s*$", ""),  # at the end: what is left of a cut "\ " or "\\"
+        (r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?(?! ?\d)", r"\1"),  # formulas, not dollars
         (r"\{,\}", ","),
         (r"\\[,;: ]|\\quad|(?<!~)~(?!~)|^\s*[*•](?=\s)", " "),
         (EMPHASIS.pattern, r"\2"),
@@ -225,6 +226,7 @@ def find_number(text: str, words: bool) -> tuple[Number, str] | None:
 def is_changed(match: re.Match[str]) -> bool:
     """True if something before or after the number that SENTENCE matched changes it, or is not understood."""
     before, after = match["before"], re.sub(rf"^-(?={LETTER})", " ", match["after"])  # 18-day
+    after = after.lstrip("!") if match["name"] else after  # 12 cm!
     is_known = AROUND.fullmatch(before) and AROUND.fullmatch(after)
     is_known = is_known and not OTHER_LETTER.search(OTHER_WORDS.sub("", before + after))
     is_million = "$" in match[0] and match["name"] == "m"  # $18m

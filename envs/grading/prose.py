@@ -93,7 +93,8 @@ def is_bare(line: str) -> bool:
         return bool(re.search(r"\w", line)) and line.lower() not in NO_ANSWER
     words = PROSE.findall(WRAPPER.sub(r"\1", line))
     is_formula = all(word in PLAIN_NAMES or word in UNIT_OF for word in words)
-    return (is_formula or len(line.split()) <= 3) and not re.search(r"[.:;]\s", line)
+    is_short = len(line.split()) <= 3 and not re.search("[()=]", line)
+    return (is_formula or is_short) and not re.search(r"[.:;]\s", line)
 
 
 def extract_label(text: str) -> str | None:

@@ -17,9 +17,10 @@ NAMES = (
 PLAIN_NAMES = {name: f"\\{name} " for name in NAMES.split()}  # names that may be written without a backslash
 PLAIN_NAMES |= {"asin": "\\arcsin ", "acos": "\\arccos ", "atan": "\\arctan ", "oo": "\\infty ", "inf": "\\infty "}
 LEAD = re.compile(
-    r"^\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
+    r"^\s*(?:(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
     r"(?:(?:answer|choice|option|solution)s?(?:\s+(?:is|are)\b\s*:?|\s*[:=])|(?:it|this|that)(?:\s+is\b|['’]s\b)"
-    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
+    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))|(?:(?:so|thus|hence|therefore),?\s+)?(?:we\s+(?:get|have|find|obtain)\s"
+    r"|(?:it|x)\s+equals\s|=)|[*•]\s|(?:so|thus|hence|therefore)[,\s])\s*",
     re.IGNORECASE,
 )  # before an answer
 CHOICE = re.compile(

@@ -135,8 +135,7 @@ class Dataset(Env):
         self.has_reward = self.has_reward or pays
 
     def read_row(self, row: RawRow) -> Row:
-        """Returns a row whose answer is the whole row, with prompt and reference in their columns. Raises: ValueError.
-        """
+        """Returns a row whose answer is the row, with prompt and reference in their columns. Raises: ValueError."""
         if self.makes_prompts and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row):
             return Row([{"role": "user", "content": ""}], row)  # the episode writes the whole prompt
         exchange = read_exchange(row, replace(self.columns, needs_answer=self.needs_answer))

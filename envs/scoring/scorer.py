@@ -72,9 +72,7 @@ class Scorer:
 
     `env_name` is a name of `make_env`'s table, or "module:function" of a function that makes an Env. `num_workers` 0 is
     one process for each core, at most 16. `timeout` is the limit for one reply, in seconds. `failures_dir` receives
-    reward_failures.jsonl: the first replies that could not be scored, and why.
-
-    Raises: UserError when the environment cannot be made.
+    reward_failures.jsonl: the first replies that could not be scored, and why. Raises: UserError without environment.
     """
 
     max_memory = MAX_MEMORY  # of a process and all that it starts
@@ -246,8 +244,7 @@ class Scorer:
         return [done[row][1] for row in range(len(jobs))]
 
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> GradedReplies:
-        """Returns the rewards of each reply and counts of failures, as `check_failures` does; raises the same errors.
-        """
+        """Returns the rewards of each reply and counts of failures, as `check_failures` does, which may raise."""
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
         return self.check_failures(jobs, self.request_outcomes(jobs))
 

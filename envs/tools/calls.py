@@ -37,7 +37,7 @@ def read_json(text: str, _: Schemas) -> Call:
 
 def read_functions(text: str, schemas: Schemas) -> Call:
     """Reads <function=add><parameter=a>1</parameter></function>: Qwen3-Coder, Qwen3.5."""
-    argument = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    argument = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
     found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL)
     if not found or argument.sub("", found[2]).strip():
         raise CallError("the call is not complete, or has text between its arguments")

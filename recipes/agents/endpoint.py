@@ -244,6 +244,7 @@ class Endpoint:
         async with self.queue:
             joint = joint_of_parts(self.tokenizer, self.tokenizer.template)
             messages = [message.for_template(joint) for message in request.messages]
+            self.session_of(session.key)  # raises if it has ended since: nobody would end the row
             dialogue = self.find(session, request, messages)
             asked = Asked(
                 messages[len(dialogue.said) :], request, index, is_new=not dialogue.said, on_tokens=on_tokens,

@@ -260,6 +260,8 @@ class GenerateRequest(CompletionRequest):
     @model_validator(mode="before")
     @classmethod
     def flat(cls, given: JSON) -> JSON:
+        if not isinstance(given, dict):
+            return given
         params = given.get("sampling_params") or {}
         if not isinstance(params, dict):
             raise BadRequest("sampling_params is not an object", "sampling_params")

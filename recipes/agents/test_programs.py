@@ -126,6 +126,15 @@ def test_a_retry_gets_the_answer_of_the_one_equal_request():
     assert again[0] not in said, "of two equal requests nobody knows which is meant: a new sample"
 
 
+def test_a_request_whose_program_ends_meanwhile_is_refused():
+    """Nobody would end its row, and the run would wait for it forever."""
+    script, sessions = Script(), [Session("key")]
+    script.session_of = lambda _: sessions.pop()  # raises when it is asked again
+    with pytest.raises(IndexError):
+        talk(script, ([HELLO], False))
+    assert not script.asked
+
+
 def test_requests_beyond_the_rows_wait_in_their_order():
     script = Script(num_places=2)
     held = []

@@ -138,7 +138,7 @@ def test_a_body_that_is_not_json_is_refused(body):
     with pytest.raises(BadRequest, match="not valid JSON"):
         ChatRequest.read(body)
     with pytest.raises(BadRequest, match="is \\[\\]"):
-        ChatRequest.read(b"[]")
+        GenerateRequest.read(b"[]")
     with pytest.raises(BadRequest, match="shorten it"):
         ChatRequest.read(b" " * 2_100_000)
 

@@ -2,7 +2,7 @@
 # A tiny model that knows the rules of four games learns to play: GAME=guess, calculator, tictactoe or gridworld.
 # Hardware: two CPU cores
 # Minutes: 4 to 6 for guess, with compilation and evaluations; 2 to 8 for the others (AMD EPYC)
-# Score: held-out correct answers of guess 0.48, 0.43, 0.43 -> 0.98, 0.98, 0.98 (--seed 0, 1, 2; at fda8526 0 has 0.97); the others: docs/lab/results.md
+# Score: held-out correct answers of guess 0.48, 0.43, 0.43 -> 0.98, 0.98, 0.98 (--seed 0, 1, 2; at fda8526 0 has 0.97); the others: docs/lab/games.md
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 game="${GAME:-guess}"

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from core import grpo
 from core.config import Config
-from core.extensions.notes import describe_objective, warn_of_rate
+from core.extensions.notes import describe_objective
 from envs import make_env, parse_options
 from tests.helpers import ROOT, slow
 from tests.kill_runs import arguments, reproducible
@@ -246,10 +246,3 @@ def test_lmpos_switches_come_before_the_checks():
     argv = arguments(do_group_normalization=0, group_size=1, groups_per_batch=64)
     config = parse(Config, argv, spellings=LMPO)
     assert (config.objective.advantage, config.batch_size) == ("reinforce", 64)
-
-
-@pytest.mark.parametrize(("lr", "size", "is_warned"), [(2e-5, 6e7, True), (1e-5, 6e7, False), (6e-4, 8e5, False)])
-def test_high_rate_of_a_large_model_is_warned_of(lr, size, is_warned):
-    config = parse(Config, ["--lr", str(lr), "--env_name", "poem"], spellings=LMPO)
-    warning = warn_of_rate(config, SimpleNamespace(num_parameters=int(size)))
-    assert warning.startswith("warning: --lr 2e-05 is high") if is_warned else not warning

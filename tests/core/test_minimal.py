@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import minimal
@@ -50,7 +50,7 @@ def load(folder: Path) -> tuple[minimal.Model, minimal.Params]:
     """A model and its parameters on all devices."""
     with on_all_devices():
         model = minimal.read_model(folder, "float32")
-        return model, minimal.load_params(folder, model.num_hidden_layers)
+        return model, minimal.load_params(folder, model)
 
 
 @cache
@@ -204,14 +204,21 @@ def test_replies_of_gsm8k_are_right_in_a_box(reply, reward, tmp_path):
     assert minimal.gsm8k_score(answer, reply) == reward
 
 
-def test_a_saved_folder_is_the_model(tmp_path):
-    _, params = load(FIXTURES / "qwen2-untied")
-    minimal.save_params(params, FIXTURES / "qwen2-untied", tmp_path)
-    before, after = (load_file(folder / "model.safetensors") for folder in (FIXTURES / "qwen2-untied", tmp_path))
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3-bfloat16"])
+def test_a_saved_folder_is_the_model(name, tmp_path):
+    """In float32, also by its config.json, and without the copy of a tied head that some files have."""
+    source = shutil.copytree(FIXTURES / name, tmp_path / "source")
+    before = load_file(source / "model.safetensors")
+    head = before.get("lm_head.weight", before["model.embed_tokens.weight"])
+    save_file(before | {"lm_head.weight": head}, source / "model.safetensors")
+    _, params = load(source)
+    minimal.save_params(params, source, tmp_path / "saved")
+    after = load_file(tmp_path / "saved/model.safetensors")
     assert before.keys() == after.keys()
-    for name, x in before.items():
-        np.testing.assert_array_equal(after[name], x)
-    assert (tmp_path / "tokenizer.json").is_file()
+    for tensor, x in before.items():
+        np.testing.assert_array_equal(after[tensor], np.float32(x))
+    assert json.loads((tmp_path / "saved/config.json").read_text())["torch_dtype"] == "float32"
+    assert (tmp_path / "saved/tokenizer.json").is_file()
 
 
 @pytest.mark.slow
@@ -321,6 +328,7 @@ def test_it_runs_alone_in_a_folder(tmp_path):
         (["--env_name", "gsm8k"], {}, "there is no test.jsonl"),
         ([], {"model_type": "mamba"}, "mamba is none of llama, qwen2 and qwen3"),
         ([], {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling (yarn) is not computed here"),
+        ([], {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized weights are not computed here"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, config, sentence, tmp_path, monkeypatch, capsys):

@@ -242,12 +242,6 @@ def late_token(row: list[int], others: list[int]) -> int:
     return next(x for x in row[16:] if x not in early)
 
 
-def ends_by_strings(row: Row, tokenizer: Letters, strings: Sequence[str]) -> list[int]:
-    """Returns the lengths at which the row's text contains one of the strings."""
-    texts = [tokenizer.decode(row.tokens[:n]) for n in range(1, LIMIT + 1)]
-    return [n for n, text in enumerate(texts, 1) if any(string in text for string in strings)]
-
-
 def test_stop_strings_cut_at_the_token_that_completes_one():
     rows = completions(free())
     first, second, third = (rows[ROWS[i]].tokens for i in (2, 7, 12))
@@ -257,12 +251,18 @@ def test_stop_strings_cut_at_the_token_that_completes_one():
     strings = (tokenizer.decode(first[7:9]), "STOP")  # one across two segments, one within a token
     expected = {}
     for name, row in rows.items():
-        expected[name] = row.up_to(ends_by_strings(row, tokenizer, strings) + row.ends_by([stop]))
-    lengths = [len(expected[ROWS[i]].tokens) for i in (2, 7)]
-    assert lengths == [9, second.index(word) + 1], "change KEY"
+        texts = {n: tokenizer.decode(row.tokens[:n]) for n in range(1, LIMIT + 1)}
+        ends = [n for n, text in texts.items() if any(string in text for string in strings)]
+        expected[name] = row.up_to(ends + row.ends_by([stop]))
+    assert [len(expected[ROWS[i]].tokens) for i in (2, 7)] == [9, second.index(word) + 1], "change KEY"
     r = draw_all(Sampler(MODEL, LIMIT, (stop,), stop_strings=strings, tokenizer=tokenizer))
     assert_same(completions(r), expected)
     assert_well_formed(r)
+
+
+def test_a_stop_string_is_found_around_tokens_without_text():
+    sampler = Sampler(MODEL, LIMIT, (), stop_strings=("ab",), tokenizer=Letters({1: ""}))
+    assert sampler.reply_end(np.array([97, *[1] * 50, 98]), 51, 52) == 52
 
 
 def test_threads_take_turns_and_an_error_ends_the_others():

@@ -229,14 +229,7 @@ def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
     def num_arenas(model_dir: str) -> int:
         env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
         command = [sys.executable, "-c", program, model_dir]
-        process = subprocess.run(
-            command,
-            env=env,
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-            text=True,
-        )
+        process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True)
         return process.stdout.count("<heap nr")
 
     assert num_arenas("models/tiny") > 4

@@ -1,6 +1,7 @@
 """Calls of tools in the forms of published models: each is read to the same call, or refused."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -48,10 +49,14 @@ def test_a_form_that_no_reader_knows_is_none(tokenizer):
     assert own_form(replace(tokenizer), "") is FORMS["qwen"]
 
 
-@pytest.mark.parametrize("cut", [12, -9, -2])
-def test_a_call_that_is_not_complete_is_refused(cut):
-    body = BODIES["functions"].strip()[:cut]
+WHOLE, REPEATED = BODIES["functions"].strip(), "<function=weigh>" + "<parameter=what>" * 5000 + "</function>"
+
+
+@pytest.mark.parametrize("body", [WHOLE[:12], WHOLE[:-9], WHOLE[:-2], REPEATED])
+def test_a_call_that_is_not_complete_is_refused_at_once(body):
+    start = time.process_time()
     assert calls_as_json(FORMS["functions"], [body], [KNOWN_TOOL]) == (body,)
+    assert time.process_time() - start < 5
     with pytest.raises(CallError):
         parse_call(body)
 

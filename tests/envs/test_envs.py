@@ -134,11 +134,9 @@ def test_right_replies_earn_full_marks_and_wrong_ones_none(name):
 
 @pytest.mark.parametrize("name", [name for name in envs.ENVS if name not in (*BENCHMARKS, "wordle")])  # one prompt
 def test_splits_share_no_problem(name):
-    prompts = []
-    for split in (name, name + "-test"):
-        env = environment(split)
-        prompts.append({json.dumps(env.problem(i).messages) for i in range(min(200, env.num_tasks))})
-    assert not prompts[0] & prompts[1]
+    made = environment(name), environment(name + "-test")
+    train, test = ({json.dumps(env.problem(i).messages) for i in range(min(200, env.num_tasks))} for env in made)
+    assert not train & test
 
 
 GENERATED = ("countdown", "countdown3", "countdown6", "reasoning_gym")
@@ -232,8 +230,7 @@ def test_references_of_local_rows_are_right(name, step):
 
 @needs_data
 def test_deepscaler_as_it_is():
-    train = environment("deepscaler", DATA)
-    test = environment("deepscaler-test", DATA)
+    train, test = environment("deepscaler", DATA), environment("deepscaler-test", DATA)
     assert train.note == (
         "deepscaler: 39,381 problems of 40,315 rows (left out: 928 repeated, 6 empty); 38,434 to train on, 24 removed "
         "because a held-out split has them; 308 in the valid split; 615 in the test split; 8 removed that aime, "
@@ -267,8 +264,7 @@ def test_style():
     before = environment("gsm8k").problem(0)
     assert problem.messages == [{"role": "system", "content": "Be brief."}, before.messages[-1]]
     assert (problem.thinking, problem.prefix, problem.plain) == (False, "<think>", True)
-    assert before.thinking
-    assert not before.plain
+    assert (before.thinking, before.plain) == (True, False)
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
 
@@ -574,12 +570,9 @@ def test_hostile_text(text):
                 assert score.get("correct_answer", 0) == 0
 
 
-@pytest.mark.parametrize("text", ["", "5 (3)", "(1)(2)", "1,2", "7//2", "~3", "1 2", "1)+(2", "1+2 3", "[1]", "1<2"])
-def test_what_is_not_arithmetic(text):
-    assert parse_arithmetic(text) == (None, [])
-
-
 def test_arithmetic_is_exact():
+    for text in ("", "5 (3)", "(1)(2)", "1,2", "7//2", "~3", "1 2", "1)+(2", "1+2 3", "[1]", "1<2"):
+        assert parse_arithmetic(text) == (None, []), text
     assert parse_arithmetic("1/3 + 1/3\n+ 1/3") == (1, [1, 3, 1, 3, 1, 3])
     assert parse_arithmetic("-(2-5)*4") == (12, [2, 5, 4])
     assert parse_arithmetic("6*34/11-1") == (Fraction(193, 11), [6, 34, 11, 1])

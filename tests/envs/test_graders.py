@@ -112,28 +112,9 @@ def test_no_numbers():
 def test_format_rewards():
     good = "<think>\nhm\n</think>\n<answer>\n5\n</answer>"
     assert (think_answer(good), quarter_per_tag(good), graded_blocks(good)) == (1.0, 1.0, 1.0)
-    for text, quarters in [
-        ("", 0),
-        ("x" + good, 1),
-        (good + good, 1),
-        ("<think></think>", 0.5),
-        ("<answer>", 0.25),
-    ]:
-        assert (think_answer(text), quarter_per_tag(text)) == (0.0, quarters)
-
-
-def test_graded_blocks_are_those_of_three_regular_expressions():
-    rng = random.Random(0)
-    parts = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x"]
-    in_form = 0
-    for _ in range(20_000):
-        text = "".join(rng.choices(parts, k=rng.randint(0, 8)))
-        think, answer = (re.search(f"<{tag}>.*?</{tag}>", text, re.DOTALL) for tag in ("think", "answer"))
-        whole = re.search("^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL)
-        expected = 1.0 if whole else 0.1 * bool(think) + 0.5 * bool(answer)
-        assert graded_blocks(text) == expected, text
-        in_form += bool(whole)
-    assert in_form
+    table = [("", 0, 0), ("x" + good, 1, 0.6), (good * 2, 1, 1), ("<think></think>", 0.5, 0.1), ("<answer>", 0.25, 0)]
+    for text, quarters, blocks in table:
+        assert (think_answer(text), quarter_per_tag(text), graded_blocks(text)) == (0.0, quarters, blocks)
 
 
 # hostile text
@@ -155,6 +136,8 @@ HOSTILE = {
     "scientific": lambda: "1e999999999",
     "factorials": lambda: "((9!)!)!",
     "factorial": lambda: "100000000!",
+    "factorial of a power": lambda: "8^9!",
+    "factorial of a fraction": lambda: r"\frac{4040099}{2010}!",
     "binomial": lambda: r"\binom{1000000000}{500000000}",
     "sum": lambda: r"\sum_{k=1}^{1000000000} k^k",
     "product": lambda: r"\prod_{k=1}^{10^{12}} k",

@@ -118,6 +118,8 @@ NAMES = ("train.jsonl", "test.jsonl", "dev.jsonl", "other.jsonl", "README.md", "
 FOLDERS = ("train/a.jsonl", "train/b.jsonl", "validation/a.jsonl", "c.jsonl")
 SHARDS = ("data/train-00001-of-00002-cd.parquet", "data/train-00000-of-00002-ab.parquet", "data/x-00000-of-00001.csv")
 CONFIGS = ("p/train.jsonl", "q/train.jsonl", "q/test.jsonl")
+SIZES = ("data/train-00000-of-00001.parquet", "data/train_1M-00000-of-00001.parquet")
+KINDS = ("data/train_gen-00000-of-00001.parquet", "data/train_sft-00000-of-00001.parquet")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,8 @@ CONFIGS = ("p/train.jsonl", "q/train.jsonl", "q/test.jsonl")
         (("a.csv", "a.json", "plot.png", "notes.txt"), "", {"train": ["a.json"]}),
         (("a.csv", "b.csv", "a.json"), "", {"train": ["a.csv", "b.csv"]}),
         (("rows.jsonl.gz", "notes.txt.gz"), "", {"train": ["rows.jsonl.gz"]}),
+        (SIZES, "", {"train": [SIZES[0]], "train_1M": [SIZES[1]]}),
+        (KINDS, "", {"train_sft": [KINDS[1]]}),
         (CONFIGS, "q", {"train": ["q/train.jsonl"], "test": ["q/test.jsonl"]}),
         (("notes.txt", "LICENSE"), "", {}),
     ],
@@ -138,7 +142,7 @@ CONFIGS = ("p/train.jsonl", "q/train.jsonl", "q/test.jsonl")
 def test_files_of_a_split_are_found_by_their_names(names, config, splits, tmp_path):
     folder = put(tmp_path, "me/mine", dict.fromkeys(names, ""))
     found = {}
-    for split in ("train", "test", "validation", "x"):
+    for split in ("train", "test", "validation", "x", "train_1M", "train_sft"):
         try:
             found[split] = [path.relative_to(folder).as_posix() for path in folder_split(folder, config, split)]
         except UserError as error:

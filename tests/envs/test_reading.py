@@ -53,6 +53,8 @@ SHOWN = [
     ("It is minus 5 degrees.", ["-5"], ["5"], "and with the words of its sign"),
     ("It is between 5 and 7.", ["between 5 and 7"], ["5", "7", "5, 7"], "several numbers are none"),
     ("The solutions are 5 and 7.", ["5, 7", r"\{5, 7\}"], ["5", "7"], "but a list of them is a list"),
+    (r"It turns by $90^\circ$.", ["90", r"90^\circ"], [r"\$90", "90 cm", r"90\%"], "signs around LaTeX are no dollars"),
+    ("It makes 3/4 cups.", ["3/4", "0.75 cups"], ["3", "4", "4/3"], "a fraction is one number"),
     ("The answer is (1, 2).", ["(1,2)"], ["2", "1", "(2,1)"], "a formula is compared as a whole"),
     ("Answer: 7\nConfidence: 95%", ["7"], ["95", "95%"], "notes after the answer do not count"),
     ("答案是42元。", ["42", "42元"], ["42 km"], "units and full stops of other scripts"),
@@ -74,6 +76,10 @@ MORE = [
     ("five", ["five", "5"], ["4"]),
     ("The answer is Route 66.", ["Route 66"], ["Route 6"]),
     *[(reply, ["18"], ["1", "8", "-18"]) for reply in ("So 18.", "Total 18", "about $18", "x is 18")],
+    *[(reply.format(answer), [answer], ["3", "1"])
+      for answer in ("1/2", r"\frac{3}{4}", r"50\%", "(1,2)", "x=5", "1,000", r"90^\circ")
+      for reply in ("So {}.", "Hence, {}.", "We get {}.", "She gets {}", "{} total", "= {}", "* {}", "x = {}")],
+    (r"It costs \$5.", ["5"], ["5 euros"]),
     ("I would rather not say.", [], ["yes", "no", "5"]),
     # choices
     *[(reply, ["B"], ["A", "C"]) for reply in ("(B)", "**B.**", "B) an apple", "Option B", "The answer is (B).",

@@ -361,6 +361,9 @@ def test_decimals_of_parquet_are_references(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     env = Dataset(path=str(tmp_path / "rows.parquet"))
     assert env.score(env.problem(0), "It is 2.5")["return"] == 1.0
+    pyarrow.parquet.write_table(table.rename_columns(["prompt", "prompt"]), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match="twice.parquet .*several columns have one name.: correct it"):
+        Dataset(path=str(tmp_path / "twice.parquet"))
 
 
 # References at the start

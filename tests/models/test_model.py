@@ -21,7 +21,7 @@ from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder, families
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.families import FAMILIES, read_config, text_config
+from models.families import FAMILIES
 from models.names import EMBED, HEAD
 from models.pages import new_state
 from models.tokenizer import Tokenizer, load_tokenizer, with_generation, with_training_prompts
@@ -285,7 +285,8 @@ def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatc
 def test_dtypes_are_those_of_the_parameters(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
-    save_model(tmp_path / "bfloat16", model, jax.tree.map(lambda x: x.astype("bfloat16"), params), tokenizer)
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    save_model(tmp_path / "bfloat16", model, rounded, tokenizer, fetch=np.asfortranarray)  # as devices may lay it out
     saved_model, saved_params, _ = load_model(tmp_path / "bfloat16", param_dtype="", remat="none")
     assert {x.dtype.name for x in load_file(tmp_path / "bfloat16" / "model.safetensors").values()} == {"bfloat16"}
     assert saved_params[EMBED].dtype == "bfloat16"
@@ -408,11 +409,7 @@ DAMAGES = {
     "tensor": ("qwen3-tied", edit_tensors(lambda t: t.pop(NORM)), f"lacks tensor {NORM}"),
     "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lacks tensor lm_head.weight"),
     "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
-    "too few layers": (
-        "qwen3-tied",
-        edit_config(num_hidden_layers=1, layer_types=None),
-        "unknown tensor model.layers.1.",
-    ),
+    "few layers": ("qwen3-tied", edit_config(num_hidden_layers=1, layer_types=None), "unknown tensor model.layers.1."),
     "shape": ("qwen3-tied", edit_tensors(lambda t: t.update({NORM: t[NORM][:7]})), rf"{NORM} has shape \(7,\)"),
     "architecture": ("qwen3-tied", edit_config(architectures=["MixtralForCausalLM"]), "architectures is 'Mixtral"),
     "layers without experts": ("qwen3moe-tied", edit_config(mlp_only_layers=[1]), r"mlp_only_layers is \[1\]"),
@@ -434,11 +431,7 @@ DAMAGES = {
         edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
         "attention_factor is 1.1, and supported is only 1.20794",
     ),
-    "other head": (
-        "qwen3-tied",
-        edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})),
-        "lm_head.weight differs from model.embed_tokens",
-    ),
+    "other head": ("qwen3-tied", edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})), "lm_head.weight differs from"),
     "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
     "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
@@ -454,18 +447,9 @@ def test_a_damaged_folder_is_named(name, damage, message, tmp_path):
 
 
 def test_a_model_with_images_is_loaded_as_its_text_model():
-    """Defaults are those of the class."""
     wrapped = load(FIXTURES / "qwen3_5-images")[0]
     assert wrapped == load(FIXTURES / "qwen3_5-tied")[0]
     assert wrapped.family == "Qwen3_5ForCausalLM"
-    config = json.loads((FIXTURES / "qwen3_5-images" / "config.json").read_text())
-    text = config["text_config"]
-    for name in ("layer_types", "rope_parameters", "head_dim", *(name for name in text if name.startswith("linear_"))):
-        del text[name]
-    fields = read_config(text_config(config | {"text_config": text}, Path()), Path())
-    assert fields["layer_types"] == ("linear_attention",) * 3 + ("full_attention",)
-    assert (fields["partial_rotary_factor"], fields["head_dim"], fields["rope_theta"]) == (0.25, 256, 10_000)
-    assert fields["delta"] == (16, 32, 128, 128, 4)
 
 
 def test_a_download_without_network_says_so(monkeypatch):

@@ -74,7 +74,8 @@ PUBLISHED = {  # name: class, fields, fields and properties of the model
     "Llama-3.2-1B-Instruct": (
         "LlamaForCausalLM",
         sizes(2048, 8192, 16, 32, 8, 128_256, 131_072)
-        | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+        | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}
+        | {"layer_types": None},
         {
             "head_dim": 64,
             "rope_scaling": Scaling("llama3", 32.0, 8192, 1.0, 4.0),

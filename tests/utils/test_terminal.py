@@ -4,13 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.helpers import ROOT
-from utils.metrics.terminal import COMPILED, Terminal, Wait
+from utils.metrics.terminal import Wait
 
 WAITS = """
 import sys, time
@@ -41,13 +40,6 @@ def test_rows_and_tokens_are_counted_over_calls_and_chains():
         wait.count_rows(first, t, np.array(lengths))
         counted.append((wait.done, wait.num_tokens))
     assert counted == [(1, 10), (1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
-
-
-def test_a_compilation_ends_by_its_own_event():
-    state = SimpleNamespace(waits=[Wait("sampling")], compiling="decode", num_programs=1)
-    for event, compiling, seconds in (("/jax/other", "decode", 0.0), (COMPILED, None, 2.0)):
-        Terminal.on_compilation(state, event, 2.0)
-        assert (state.compiling, state.waits[0].compile_seconds) == (compiling, seconds)
 
 
 def read_until_closed(terminal: int) -> str:
