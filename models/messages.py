@@ -62,7 +62,7 @@ def readable_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")  # clients leave out those of a call without any
     if not (isinstance(arguments, Mapping) and isinstance(function.get("name"), str)):
         raise UserError(f"tool_calls has {reprlib.repr(call)}: write {CALL}")
     return {**call, "function": {**function, "arguments": dict(arguments)}}

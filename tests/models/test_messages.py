@@ -195,6 +195,8 @@ def test_calls_are_rendered_with_arguments_as_objects_or_as_text():
         assert tok.hf.decode(row.tokens[row.mask]) == (
             '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>7<|im_end|>'
         )
+    empty = says("assistant", None, tool_calls=[{**CALL, "function": {"name": "add", "arguments": ""}}])
+    assert '"arguments": {}}' in tok.hf.decode(tok.chat([TURNS[0], empty, RESULT], None, tools=[SCHEMA]))
     thought = [TURNS[0], says("assistant", "7", reasoning_content="Three and four.")]
     row = encode_conversation(tok, thought)
     assert row.tokens.tolist() == tok.hf.apply_chat_template(thought, return_dict=False)[:-1]
