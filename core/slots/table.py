@@ -82,7 +82,7 @@ def page_sizes(
         sizes = LANES_OF_SMALL if 4 * model.num_parameters < SMALL_BYTES else LANES_ON_CPU
         lanes = [size * num_shards for size in sizes if size * num_shards <= num_slots] or [num_slots]
         widths = [part for n in (4, 2) if (part := -(-width // n)) * page >= 64] + [width]
-    chunks, most_tokens = (CHUNKS_ON_CPU, 2 * longest_prompt) if layout.is_cpu else (CHUNKS, longest)
+    chunks, most_tokens = (CHUNKS_ON_CPU, 2 * (longest_prompt or limit)) if layout.is_cpu else (CHUNKS, longest)
     return PageSizes(
         *(page, width, max(width, num_pages // num_parts) * num_shards, num_slots),
         # A row that ends in a segment waits for its end, and for the end of the next one if that is launched already.

@@ -37,7 +37,7 @@ from jaxtyping import UInt32
 
 from core.chains.turns import Record, form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
-from core.sampler import Next, SamplingConfig, Scheduler, make_sampler
+from core.sampler import Next, SamplingConfig, Scheduler, Turn, make_sampler
 from envs.base import Env, Problem
 from envs.tools.calls import FORMS
 from models import decoder
@@ -210,8 +210,19 @@ class ServedRows(RequestedRows):
         self.prepare()
 
     def opening(self, row: int, asked: Asked) -> Next:
-        self.problems[row], self.episodes[row] = self.blank, Record(0)
+        self.problems[row], self.episodes[row] = self.blank, Record(0, num_left=self.host.context)
         return super().opening(row, asked)
+
+    def observation(self, row: int, outcome: Asked) -> Next | None:
+        following = super().observation(row, outcome)
+        if following is None:
+            return None
+        num_left = self.episodes[row].num_left - len(following.tokens)
+        return following._replace(limit=min(following.limit or num_left, num_left))
+
+    def on_end(self, turn: Turn) -> None:
+        num_left = self.host.context - len(turn.context) - len(turn.tokens)
+        super().on_end(turn._replace(num_left=num_left))
 
     def key_of(self, row: int) -> UInt32[np.ndarray, "2"]:
         asked = self.asked[row]
@@ -255,7 +266,7 @@ def main(config: ServeCommand) -> None:
     paging = pages_that_fit(room, model, rollout, sampler.paging, context, serve.rows)
     sampler = replace(
         sampler.on(rollout), paging=paging, distribution=Unrecorded(), max_new_tokens=context,
-        max_prompt_tokens=context - 1,
+        max_prompt_tokens=0,  # a prompt is among the tokens of its row
     )  # fmt: skip
     num_rows, name = min(serve.rows, paging.num_slots), Path(config.model.model_dir).name
     ((thinking, _),) = prompt_styles([tokenizer], config.model.thinking)

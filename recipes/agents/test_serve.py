@@ -123,6 +123,14 @@ def test_a_conversation_goes_on_behind_its_own_tokens(chat, logprobs_of):
     assert tokens_of(again)[0][: len(prompt)] == prompt
 
 
+def test_a_conversation_ends_at_the_context(chat):
+    first = chat(temperature=0)["choices"][0]["message"]
+    for said in (ASKED, [*ASKED, first, {"role": "user", "content": "Use 2 5 to make 10."}]):
+        answers = [chat(said, key="full", temperature=9.0, seed=seed, max_tokens=10 * CONTEXT) for seed in range(8)]
+        ends = [(answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) for answer in answers]
+        assert max(ends) == (CONTEXT, "length"), "change the seeds"
+
+
 def test_a_reply_cut_by_a_stop_text_continues_as_it_was_sent(chat):
     """Its row is cut where the stop text begins, or the next request is rendered as apply_chat_template has it."""
     hf = load_tokenizer(TINY).hf
