@@ -80,7 +80,10 @@ class States:
             return None
         state, progress = newest
         self.folder.upload()
-        self.checkpoints.save(progress.step, state, asdict(progress))
+        saved = asdict(progress)
+        if not progress.memory:
+            del saved["memory"]  # as states of before have it
+        self.checkpoints.save(progress.step, state, saved)
         return newest
 
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
