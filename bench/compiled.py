@@ -79,7 +79,6 @@ from models.names import (
     Adapters,
     LayerParams,
     Params,
-    Policy,
     Weights,
     dtype_of,
     make_policy,
@@ -254,12 +253,6 @@ def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int)
     return Imagined(Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3), found)
 
 
-def count_slices(config: TableConfig, target: str, num_devices: int) -> int:
-    """Returns the hosts of GPUs, or slices of TPUs, that a slower network joins."""
-    is_gpu = TARGETS[target].platform == "cuda"
-    return max(1, num_devices // GPUS_OF_A_HOST) if is_gpu else config.slices
-
-
 def gpu_topology(target: str, num_devices: int, num_hosts: int) -> topologies.TopologyDescription:
     """Returns the GPUs of hosts."""
     gpu = TARGETS[target]
@@ -406,11 +399,6 @@ def teacher_of(model: Decoder, layout: Layout, config: Config) -> Teacher | None
     return Teacher(teacher, params, head)
 
 
-def policy_shapes(model: Decoder, layout: Layout, config: Config) -> Policy:
-    """Returns what is sampled from, as shapes laid out on the devices."""
-    return make_policy(base_shapes(model, layout, config), trained_shapes(model, layout, config))
-
-
 def rows(layout: Layout, *sizes: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array as Layout.put lays it out."""
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.rows if sizes else layout.replicated)
@@ -426,7 +414,8 @@ def sampling_programs(
     paging = Paging(PAGE, num_slots=num_slots)
     limits = config.sampling.num_generation_tokens, (0,)
     sampler = Sampler(model, *limits, paging=paging, max_prompt_tokens=config.sampling.prompt_length, layout=layout)
-    programs = page_programs(sampler.on(rollout or layout), policy_shapes(model, layout, config), num_slots)
+    policy = make_policy(base_shapes(model, layout, config), trained_shapes(model, layout, config))
+    programs = page_programs(sampler.on(rollout or layout), policy, num_slots)
     return compile_until(programs, decode_pages)
 
 
@@ -617,7 +606,8 @@ class Run(NamedTuple):
 
 def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     """Returns what a run of a model would choose, and prints what it would say."""
-    num_slices = count_slices(config.table, target, num_devices)
+    is_gpu = TARGETS[target].platform == "cuda"
+    num_slices = max(1, num_devices // GPUS_OF_A_HOST) if is_gpu else config.table.slices  # that a slower network joins
     sizes = mesh_sizes(config.devices, num_devices, num_slices)
     layout = imagine(target, config.table.memory, num_slices, **sizes)
     dtype = config.compute.dtype or "bfloat16"

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -93,11 +94,6 @@ FORMS: dict[str, tuple[str, Callable[[RawRow], bytes], RawRow]] = {
 }  # fmt: skip
 
 
-def read_both(path: Path, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns what RL asks of the first row of a file and its references, and what SFT trains; or why it is refused."""
-    return or_refusal(path, lambda: asked(path, tokenizer)), or_refusal(path, lambda: trained(path, tokenizer))
-
-
 def asked(path: Path, tokenizer: Tokenizer) -> str:
     """Returns the messages of the first prompt of RL, which the chat template must show, and the references."""
     env = Dataset(path=str(path))
@@ -132,7 +128,8 @@ def main() -> None:
         for form, (name, write, row) in FORMS.items():
             path = Path(folder) / name
             path.write_bytes(write(row))
-            found.append((form, *(cell.replace("|", "\\|") for cell in read_both(path, tokenizer))))
+            cells = [or_refusal(path, partial(read, path, tokenizer)) for read in (asked, trained)]  # by RL, and by SFT
+            found.append((form, *(cell.replace("|", "\\|") for cell in cells)))
     print("| form | RL asks | SFT trains |\n|---|---|---|")
     print("\n".join(f"| {' | '.join(cells)} |" for cells in found))
 

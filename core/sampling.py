@@ -105,10 +105,10 @@ def sample_rows(
     row_length, all_rows = sampler.max_prompt_tokens + sampler.max_new_tokens, len(prompts) * num_samples
     sampler, most_rows = with_room(sampler, params, config, row_length, all_rows)
     num_rows = config.sampling.inference_batch_per_device or most_rows
-    paging = replace(sampler.paging, num_slots=min(num_rows * sampler.layout.row_shards, all_rows))
-    sampler = replace(sampler, paging=paging)
+    num_slots = num_rows * sampler.layout.row_shards
+    sampler = replace(sampler, paging=replace(sampler.paging, num_slots=min(num_slots, all_rows)))
     weights, key, parts = sampler.load_weights(params), make_key(config.model.seed), []
-    per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
+    per_call = max(1, num_slots // num_samples)
     for start in range(0, len(prompts), per_call):
         calls = prompts[start : start + per_call]
         ids = start + np.arange(len(calls))

@@ -209,11 +209,12 @@ def check_supported(config: Fields, read: "PretrainedConfig", family: Family, fi
         check_value("attention_bias", given.get("attention_bias", False), (False,), file)
     for field, supported in SUPPORTED.items():
         check_value(field, given.get(field, supported[0]), supported, file)
-    for kind in getattr(read, "layer_types", None) or ():
+    kinds = getattr(read, "layer_types", None) or ()
+    for kind in kinds:
         check_value("layer_types (see use_sliding_window)", kind, family.kinds, file)
     if SLIDING in family.kinds:
         check_value("sliding_window", read.sliding_window, (read.sliding_window or "a number of tokens",), file)
-    elif not getattr(read, "layer_types", None):  # a window is one of all layers
+    elif not kinds:  # a window is one of all layers
         check_value("use_sliding_window", getattr(read, "use_sliding_window", False), (False,), file)
     blocks = read.rope_parameters
     for kind, supported in ((FULL, ("default", "linear", "llama3", "yarn")), (SLIDING, ("default",))):

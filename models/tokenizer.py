@@ -312,9 +312,7 @@ def with_training_prompts(tokenizer: Tokenizer, thinking: bool, prefix: str) -> 
     return replace(tokenizer, files={**tokenizer.files, TOKENIZER_CONFIG: text.encode()})
 
 
-def with_generation(
-    tokenizer: Tokenizer, settings: Mapping[str, object], stop_strings: str = ""
-) -> Tokenizer:
+def with_generation(tokenizer: Tokenizer, settings: Mapping[str, object], stop_strings: str = "") -> Tokenizer:
     """Returns a tokenizer that saves how training sampled in generation_config.json.
 
     Of the base's file only KEPT stays, so that no penalty or constraint is saved that training did not apply.

@@ -98,7 +98,7 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
     """Returns the programs that compute log-probabilities, update the policy and save it."""
     lists = [update_programs(learner, state, shape) for shape in learner.shapes]
-    if not learner.layout.is_cpu or learner.layout.mesh.size > 1:
+    if not learner.layout.is_single_cpu:
         lists.append(saving_programs(learner.model, state))
     return lists
 

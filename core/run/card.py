@@ -22,7 +22,7 @@ from utils.metrics.jsonl import JSON
 from utils.runs.origin import RunSegment, describe_segment, last_break, since
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords
-from utils.settings.config import options_of
+from utils.settings.config import changed_options, options_of
 
 GRPO, SFT, DPO = "core/grpo.py", "core/sft.py", "recipes/preferences/dpo.py"  # commands that train
 METHODS = {  # command: its name in the title, tags, and the curve on which changes by --resume force are marked
@@ -125,9 +125,9 @@ def training_command(config_class: type, settings: Mapping[str, Value], script: 
 
     Options of logging and of the machine are left out, and with them all that may hold an address or a password.
     """
-    options = options_of(config_class).values()  # without --env_name, models/tiny would have those of the demo
-    names = [x.name for x in options if not x.resumable and (x.name == "env_name" or settings[x.name] != x.default)]
-    return shlex.join(["python", script, *(f"--{name}={settings[name]}" for name in names)])
+    named = {"env_name", *changed_options(config_class, settings)}  # without it, models/tiny would train the demo
+    options = [known for name, known in options_of(config_class).items() if name in named and not known.resumable]
+    return shlex.join(["python", script, *(f"--{known.name}={settings[known.name]}" for known in options)])
 
 
 def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> dict[str, JSON]:

@@ -177,7 +177,7 @@ class Run:
             return progress
         with self.stop.at_once(), waiting("held-out problems before training"):
             metrics = evaluate(state, progress.step)
-        for problem in self.stop.missing(metrics, [True]):
+        for problem in self.stop.missing(metrics, is_held_out=True):
             raise UserError(problem)
         if metrics:
             metrics |= self.log.compile_metrics()
@@ -225,7 +225,9 @@ class Run:
         is_last |= STOPPED in progress.memory
         metrics |= evaluate(state, step) if is_last and not is_evaluated else {}
         self.log.write(step, metrics)
-        for problem in self.stop.missing(metrics, [False] * is_first + [True] * is_evaluated):
+        problems = self.stop.missing(metrics, is_held_out=False) if is_first else []
+        problems += self.stop.missing(metrics, is_held_out=True) if is_evaluated else []
+        for problem in problems:
             self.log.note(step, self.curve, problem, is_warning=True)
         if rollouts:
             self.log.write_rollouts(step, *rollouts, is_last or is_due_now or is_first)

@@ -55,9 +55,9 @@ class Stopping:
     def __init__(self, rules: list[StopRule], layout: Layout):
         self.signals, self.layout, self.rules = Signals(), layout, rules
 
-    def missing(self, metrics: Mapping[str, JSON], are_held_out: list[bool]) -> list[str]:
-        """Returns a sentence for each rule on a held-out score (True), or another metric, that is not among these."""
-        unknown = [x for x in self.rules if x.metric.startswith("test_") in are_held_out and x.metric not in metrics]
+    def missing(self, metrics: Mapping[str, JSON], is_held_out: bool) -> list[str]:
+        """Returns a sentence for each rule on a held-out score, or on another metric, that is not among these."""
+        unknown = [x for x in self.rules if x.metric.startswith("test_") == is_held_out and x.metric not in metrics]
         return [
             f"--stop_at {rule}: the run has logged no metric {rule.metric}: give "
             f"{most_similar(rule.metric, metrics) or 'another one'}, or a name of the table in docs/metrics.md"

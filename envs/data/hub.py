@@ -90,8 +90,7 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         word = re.compile(rf"(^|[-._ /0-9])({WORDS.get(split, re.escape(split))})([-._ /0-9]|$)")
         in_folder = [name for name in rows if word.search(name[len(folder) :].rpartition("/")[0])]
         found = in_folder or [name for name in rows if word.search(name.rpartition("/")[2])]
-        shards = [name for name in found if (shard := SHARD.match(name)) and shard[1].rpartition("/")[2] == split]
-        return one_kind(shards or found)  # train, not train_1M
+        return one_kind([name for name in found if split_of_shard(name) == split] or found)  # train, not train_1M
 
     splits = {name: of_split(name) for name in dict.fromkeys((*WORDS, split))}
     if not any(splits.values()):
@@ -104,7 +103,7 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
     if len(folders) > 1:
         raise UserError(f"{origin} has several configurations: name one by {origin}:NAME ({', '.join(folders)})")
     shards = {shard[0]: shard for shard in map(SHARD.match, files) if shard}
-    found = sorted({shard[1].rpartition("/")[2] for shard in shards.values()})
+    found = sorted(set(map(split_of_shard, shards)))
     if len(found) > 1:
         raise UserError(f"{origin} has no split {split}, only {', '.join(found)}: name one by hub_split, or its file")
     for start, total in {shard.groups() for shard in shards.values()}:
@@ -112,6 +111,12 @@ def files_of_split(names: Sequence[str], config: str, split: str, origin: str) -
         if missing:  # as in a download that was cut off
             raise UserError(f"{origin} lacks {min(missing)}, {len(missing)} such files in all: download them again")
     return files
+
+
+def split_of_shard(name: str) -> str:
+    """Returns the split in the name of a shard, as in data/train-00000-of-00002-ab.parquet; empty for other files."""
+    shard = SHARD.match(name)
+    return shard[1].rpartition("/")[2] if shard else ""
 
 
 def one_kind(files: Sequence[str]) -> list[str]:

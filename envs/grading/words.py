@@ -16,11 +16,12 @@ NAMES = (
 )
 PLAIN_NAMES = {name: f"\\{name} " for name in NAMES.split()}  # names that may be written without a backslash
 PLAIN_NAMES |= {"asin": "\\arcsin ", "acos": "\\arccos ", "atan": "\\arctan ", "oo": "\\infty ", "inf": "\\infty "}
+SO = r"(?:so|thus|hence|therefore)"
 LEAD = re.compile(
-    r"^\s*(?:(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
+    rf"^\s*(?:(?:{SO},?\s+)?(?:(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
     r"(?:(?:answer|choice|option|solution)s?(?:\s+(?:is|are)\b\s*:?|\s*[:=])|(?:it|this|that)(?:\s+is\b|['’]s\b)"
-    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))|(?:(?:so|thus|hence|therefore),?\s+)?(?:we\s+(?:get|have|find|obtain)\s"
-    r"|(?:it|x)\s+equals\s|=)|[*•]\s|(?:so|thus|hence|therefore)[,\s])\s*",
+    r"|(?:choice|option)\s+(?=\W?[A-Z]\b))|we\s+(?:get|have|find|obtain)\s|(?:it|x)\s+equals\s|=)"
+    rf"|[*•]\s|{SO}[,\s])\s*",
     re.IGNORECASE,
 )  # before an answer
 CHOICE = re.compile(

@@ -45,14 +45,8 @@ G = 4
 OPERATIONS = depth(MODEL, WIDTH)  # of a log-probability
 LOGIT = 12.0  # no logit of the model is larger
 ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, MODEL.vocab_size, length).tolist()
-
-
-PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((3, 12, 7, 1, 9))]
+RANDOM = [np.random.default_rng(seed) for seed in range(5)]
+PROMPTS = [rng.integers(0, MODEL.vocab_size, n).tolist() for rng, n in zip(RANDOM, (3, 12, 7, 1, 9), strict=True)]
 
 
 class Row(NamedTuple):

@@ -117,6 +117,20 @@ def test_format_rewards():
         assert (think_answer(text), quarter_per_tag(text), graded_blocks(text)) == (0.0, quarters, blocks)
 
 
+def test_graded_blocks_are_those_of_three_regular_expressions():
+    rng = random.Random(0)
+    parts = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x"]
+    in_form = 0
+    for _ in range(20_000):
+        text = "".join(rng.choices(parts, k=rng.randint(0, 8)))
+        think, answer = (re.search(f"<{tag}>.*?</{tag}>", text, re.DOTALL) for tag in ("think", "answer"))
+        whole = re.search("^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL)
+        expected = 1.0 if whole else 0.1 * bool(think) + 0.5 * bool(answer)
+        assert graded_blocks(text) == expected, text
+        in_form += bool(whole)
+    assert in_form
+
+
 # hostile text
 
 

@@ -103,10 +103,12 @@ def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
 
 def test_right_numbers():
     assert not [pair for pair in cases(RIGHT) if not same_number(*pair)]
+    assert len(cases(RIGHT)) >= 200
 
 
 def test_wrong_numbers():
     assert not [pair for pair in cases(WRONG) if same_number(*pair)]
+    assert len(cases(WRONG)) >= 200
 
 
 def test_number_among_words():

@@ -21,7 +21,7 @@ from core.run.card import generation_settings
 from models import architecture, attention, checkpoint, decoder, families
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.families import FAMILIES
+from models.families import FAMILIES, read_config, text_config
 from models.names import EMBED, HEAD
 from models.pages import new_state
 from models.tokenizer import Tokenizer, load_tokenizer, with_generation, with_training_prompts
@@ -431,7 +431,11 @@ DAMAGES = {
         edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
         "attention_factor is 1.1, and supported is only 1.20794",
     ),
-    "other head": ("qwen3-tied", edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})), "lm_head.weight differs from"),
+    "other head": (
+        "qwen3-tied",
+        edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})),
+        "lm_head.weight differs from model.embed_tokens",
+    ),
     "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
     "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
@@ -450,6 +454,14 @@ def test_a_model_with_images_is_loaded_as_its_text_model():
     wrapped = load(FIXTURES / "qwen3_5-images")[0]
     assert wrapped == load(FIXTURES / "qwen3_5-tied")[0]
     assert wrapped.family == "Qwen3_5ForCausalLM"
+    config = json.loads((FIXTURES / "qwen3_5-images" / "config.json").read_text())
+    text = config["text_config"]
+    for name in ("layer_types", "rope_parameters", "head_dim", *(name for name in text if name.startswith("linear_"))):
+        del text[name]
+    fields = read_config(text_config(config | {"text_config": text}, Path()), Path())  # the class has defaults
+    assert fields["layer_types"] == ("linear_attention",) * 3 + ("full_attention",)
+    assert (fields["partial_rotary_factor"], fields["head_dim"], fields["rope_theta"]) == (0.25, 256, 10_000)
+    assert fields["delta"] == (16, 32, 128, 128, 4)
 
 
 def test_a_download_without_network_says_so(monkeypatch):

@@ -309,7 +309,8 @@ def test_help_shows_the_values_of_a_command(tmp_path, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         read(f"--ckpt_dir all --help all --config {tmp_path / 'low.yaml'} --group_size=3", implied=implied)
     text = capsys.readouterr().out
-    for shown in ("ckpt_dir str = 'all'", "lr float = 0.5", "group_size int = 3", "sharding str = 'fsdp'"):
+    texts = "ckpt_dir str = 'all'", "sharding str = 'fsdp'"
+    for shown in ("lr float = 0.5", "group_size int = 3", "temperature float = 1.0", *texts):
         assert f"\n  --{shown}\n" in text
 
 

@@ -72,13 +72,18 @@ class Layout:
     def is_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def is_single_cpu(self) -> bool:
+        """True if the host's own processor is the only device."""
+        return self.is_cpu and self.mesh.size == 1
+
     def num_chains(self, num_parameters: int) -> int:
         """Returns how many programs of a model to run at the same time, each in a thread: 2 of a small one on a CPU.
 
         Its products are too small for several cores: in two chains a rollout takes a quarter less time, and an update
         13% to 27% less. Weights that are larger than the CPU's cache would be read twice as often.
         """
-        has_cores = self.is_cpu and self.mesh.size == 1 and (os.cpu_count() or 1) > 1
+        has_cores = self.is_single_cpu and (os.cpu_count() or 1) > 1
         return 2 if has_cores and 4 * num_parameters < CHAIN_BYTES else 1
 
     @property
