@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from chex import assert_trees_all_equal
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from core import grpo
 from tests.helpers import ROOT
@@ -132,21 +133,20 @@ def test_a_tpu_gets_the_options_that_its_compiler_knows(given, tmp_path, monkeyp
 
 
 def fetch_on_two_processes() -> None:
-    """Asserts that only rows, of which each process holds a part, take a program to be fetched."""
+    """Asserts that one program fetches all rows, of which each process holds a part, and nothing else."""
     layout, programs = make_layout(DeviceConfig("fsdp")), []
-    gather = multihost_utils.process_allgather
+    jit = jax.jit
 
-    def listed(x: jax.Array, tiled: bool) -> np.ndarray:
-        programs.append(x.shape)
-        return gather(x, tiled)
+    def listed(f: Callable, **options: NamedSharding) -> Callable:
+        return lambda x: programs.append([a.shape for a in x.values()]) or jit(f, **options)(x)
 
-    host = {"loss": np.float32(3), "bins": np.arange(3), "rows": np.arange(8.0).reshape(4, 2)}
+    host = {"loss": np.float32(3), "bins": np.arange(3), "rows": np.arange(8.0).reshape(4, 2), "none": np.zeros((2, 0))}
     with pytest.MonkeyPatch.context() as patch:
         # Lists the shapes that are gathered.
-        patch.setattr(multihost_utils, "process_allgather", listed)
+        patch.setattr(jax, "jit", listed)
         fetched = layout.fetch(layout.put(host))
     assert_trees_all_equal(fetched, host)
-    assert programs == [(4, 2)]
+    assert programs == [[(2, 0), (4, 2)]]
 
 
 @pytest.mark.slow

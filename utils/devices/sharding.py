@@ -153,12 +153,12 @@ class Layout:
         """Returns device arrays as whole host arrays, on every process; of what no device holds whole, by a program."""
         with between_turns():
             jax.block_until_ready(tree)
-
-        def fetch_array(x: ArrayLike) -> np.ndarray:
-            is_here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-            return np.asarray(x) if is_here else multihost_utils.process_allgather(x, tiled=True)
-
-        return jax.tree.map(fetch_array, tree)
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        parted = {i: x for i, x in arrays.items() if not (x.is_fully_addressable or x.is_fully_replicated)}
+        if parted:  # all at once, by a function with a name: a lambda would be compiled for each call
+            leaves = (dict(enumerate(leaves)) | jax.jit(dict, out_shardings=self.replicated)(parted)).values()
+        return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
     def process_share(self, num_items: int, group_size: int = 1) -> range:
         """Returns the items that this process works on: whole groups."""
