@@ -362,7 +362,7 @@ def test_decimals_of_parquet_are_references(tmp_path):
     env = Dataset(path=str(tmp_path / "rows.parquet"))
     assert env.score(env.problem(0), "It is 2.5")["return"] == 1.0
     pyarrow.parquet.write_table(table.rename_columns(["prompt", "prompt"]), tmp_path / "twice.parquet")
-    with pytest.raises(UserError, match="twice.parquet .*several columns have one name.: correct it"):
+    with pytest.raises(UserError, match="twice.parquet has several columns 'prompt': give each a name"):
         Dataset(path=str(tmp_path / "twice.parquet"))
 
 
