@@ -154,7 +154,9 @@ def evaluate_checkpoint(
     for settings in environments:
         with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
             if config.output.show:
-                print(*worker.notes, show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show), sep="\n")
+                if layout.is_main:
+                    shown = show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show)
+                    print(*worker.notes, shown, sep="\n")
                 continue
             room = sampling_room(model, layout, params, worker.row_length, config.devices.rollout_tp)
             worker = worker.with_room(room, worker.num_eval_tasks(num_tasks) * num_samples)  # noqa: PLW2901

@@ -551,10 +551,14 @@ def test_text_options_are_listed_by_whether_they_run_code():
 
 def test_problems_are_shown_whatever_the_limit_of_prompts(capsys, monkeypatch):
     monkeypatch.setattr(evaluation, "sampling_room", None)  # no model is run: its memory does not matter
-    evaluation.main(evaluation.parse_command(["--env_name", "poem", "--prompt_length", "5", "--show", "1"]))
+    command = evaluation.parse_command(["--env_name", "poem", "--prompt_length", "5", "--show", "1"])
+    evaluation.main(command)
     printed = capsys.readouterr().out
     assert "======== problem 0" in printed
     assert "skipped" not in printed
+    monkeypatch.setattr(evaluation.Layout, "is_main", False)  # another process of a job
+    evaluation.main(command)
+    assert capsys.readouterr().out == ""
 
 
 # Lists of --test_env_name: the same replies graded in a second way, and other environments that are sampled
