@@ -32,7 +32,7 @@ from jaxtyping import Bool, Int, UInt32
 from core.records import Completions
 from core.slots.decode import SampledTokens, decode_pages
 from core.slots.prefill import PrefillJob, chunk_arrays, chunks_of, make_job, prefill_pages
-from core.slots.rows import NO_STOPS, Next, Rows, Segment, Stops, Turn
+from core.slots.rows import Next, Rows, Segment, Stops, Turn
 from core.slots.table import PageSizes, PageTable, expected_pages, in_lanes, page_sizes, page_tokens
 from models import decoder
 from models.architecture import Decoder, Table, is_spec
@@ -202,24 +202,23 @@ class Sampler:
         tokens: Int[np.ndarray, "R s"],
     ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
         """Returns how many of the new tokens belong to a reply, and True if the last of them ends it."""
-        is_stop = np.isin(tokens, self.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
-        has_stop = is_stop.any(axis=1)
-        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
+        is_stop = np.isin(tokens, self.stop_ids)
+        for row, stops in rows.stops.items():
+            is_stop[drawn == row] |= np.isin(tokens[drawn == row], stops.ids)
+        num_before = np.hstack([is_stop, np.ones((len(drawn), 1), bool)]).argmax(axis=1)
+        has_stop, counts = num_before < counts, np.minimum(num_before + 1, counts)
         for i, row in enumerate(drawn.tolist() if self.stop_strings or rows.stops else ()):
+            strings = *self.stop_strings, *rows.stops.get(row, Stops()).strings
             before = rows.tokens[row, rows.starts[row] : starts[i]]
             reply = np.append(before, tokens[i, : counts[i]])
-            end = self.reply_end(reply, len(before), len(reply), rows.stops.get(row, NO_STOPS))
-            if end:
+            if end := self.string_end(reply, len(before), strings):
                 counts[i], has_stop[i] = end - len(before), True
         return counts, has_stop
 
-    def reply_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int, stops: Stops = NO_STOPS) -> int | None:
-        """Returns the reply's length if these columns hold a stop token or complete a stop string; None if not."""
-        strings = *self.stop_strings, *stops.strings
-        is_stop = np.isin(tokens[start:stop], (*self.stop_ids, *stops.ids))
-        end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
+    def string_end(self, tokens: Int[np.ndarray, "A"], start: int, strings: Sequence[str]) -> int | None:
+        """Returns the reply's length at which the tokens from `start` on complete one of these; None if they do not."""
         if not strings:
-            return end
+            return None
         longest, first = max(map(len, strings)), start
         while first and len(self.tokenizer.decode(tokens[first:start])) < longest + 8:  # 8: parts of a character
             first = max(0, 2 * first - start - 8)
@@ -228,8 +227,8 @@ class Sampler:
             text = self.tokenizer.decode(tokens[first:num_tokens])
             return any(string in text for string in strings)
 
-        last = end or stop
-        return next(n for n in range(start + 1, last + 1) if has_string(n)) if has_string(last) else end
+        lengths = range(start + 1, len(tokens) + 1)
+        return next(filter(has_string, lengths)) if has_string(len(tokens)) else None
 
 
 class Launched(NamedTuple):
@@ -416,11 +415,10 @@ class Scheduler:
         sampler, rows, start = self.sampler, self.rows, int(self.rows.num_tokens[row])
         self.was_forced[row], rows.limits[row] = True, sampler.max_new_tokens
         tokens = sampler.forced_answer(rows.tokens[row, :start])[: sampler.max_new_tokens - start]
-        rows.append(row, tokens)
-        stop = sampler.reply_end(rows.tokens[row], start, start + len(tokens))
-        if stop or start + len(tokens) == sampler.max_new_tokens:
-            rows.num_tokens[row] = stop or sampler.max_new_tokens
-            self.finish(row, is_finished=stop is not None)
+        (count,), (has_stop,) = sampler.ends_of(rows, *(np.array([x], int) for x in (row, start, len(tokens), tokens)))
+        rows.append(row, tokens[:count])
+        if has_stop or rows.num_tokens[row] == sampler.max_new_tokens:
+            self.finish(row, bool(has_stop))
 
     def follow(self, row: int, following: Next) -> None:
         """Continues a row after its reply, begins it, or takes it out."""

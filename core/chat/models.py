@@ -67,9 +67,7 @@ class ChatModel:
         prompt = tokenizer.chat(messages, thinking, prefix)
 
         def on_segment(segment: Segment) -> None:
-            tokens, num_sampled = segment.tokens[0], segment.num_sampled
-            end = sampler.reply_end(tokens, 0, num_sampled) or num_sampled
-            show_text(tokenizer.decode(tokens[:end]))
+            show_text(tokenizer.decode(segment.tokens[0, : segment.num_sampled]))
 
         most = bucket(len(prompt)) if sampler.layout.is_cpu else sampler.max_prompt_tokens  # in the cache that is read
         streaming = replace(sampler, on_segment=on_segment, max_prompt_tokens=min(most, sampler.max_prompt_tokens))

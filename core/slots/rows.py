@@ -41,9 +41,6 @@ class Stops(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-NO_STOPS = Stops()
-
-
 class Next(NamedTuple):
     """What follows a reply: tokens to append, after which the row continues; without tokens, its end."""
 

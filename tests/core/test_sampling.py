@@ -255,8 +255,8 @@ def test_stop_strings_cut_at_the_token_that_completes_one():
 
 
 def test_a_stop_string_is_found_around_tokens_without_text():
-    sampler = Sampler(MODEL, LIMIT, (), stop_strings=("ab",), tokenizer=Letters({1: ""}))
-    assert sampler.reply_end(np.array([97, *[1] * 50, 98]), 51, 52) == 52
+    sampler = Sampler(MODEL, LIMIT, (), tokenizer=Letters({1: ""}))
+    assert sampler.string_end(np.array([97, *[1] * 50, 98]), 51, ("ab",)) == 52
 
 
 def test_threads_take_turns_and_an_error_ends_the_others():
