@@ -258,7 +258,7 @@ class Scheduler:
         self.sampler, self.model, self.layout, self.weights = sampler, sampler.model, sampler.layout, weights
         model, layout, self.keys, self.first_row = sampler.model, sampler.layout, keys.copy(), first_row
         self.rows = Rows(model, prompts, len(keys), sampler.max_new_tokens, sampler.distribution)
-        self.rows.limits[:] = self.limit_from(0) - sampler.force_answer_at
+        self.rows.limits[:] = self.limit_of(0) - sampler.force_answer_at
         self.was_forced = np.full(len(keys), not sampler.force_answer_at)
         sizes = self.sizes = sampler.sizes(len(keys), int(self.rows.prompt_lengths.max()))
         num_shards = layout.row_shards
@@ -432,18 +432,20 @@ class Scheduler:
         else:
             rows.append(row, following.tokens)
             rows.num_observed[row] += len(following.tokens)
-        rows.begin_reply(row, self.limit_from(int(rows.num_tokens[row]), following.limit), following)
+        rows.begin_reply(row, self.limit_of(row, following.limit), following)
 
-    def limit_from(self, start: int, num_tokens: int = 0) -> int:
-        """Returns the column before which a reply ends that begins at this one."""
-        limits = [n for n in (num_tokens, self.sampler.tokens_per_turn) if n]
-        return min([self.sampler.max_new_tokens, *(start + n for n in limits)])
+    def limit_of(self, row: int, num_tokens: int = 0) -> int:
+        """Returns the column before which a reply ends that begins after the tokens of a row."""
+        start, limits = int(self.rows.num_tokens[row]), [n for n in (num_tokens, self.sampler.tokens_per_turn) if n]
+        return min([int(self.rows.capacities[row]), *(start + n for n in limits)])
 
     def begin(self, row: int, prompt: list[int], key: UInt32[np.ndarray, "2"] | None) -> None:
         """Gives a row its prompt; what it held is forgotten. Rows with equal prompts share pages."""
         same = self.rows.prompts.index(prompt) if prompt in self.rows.prompts else None
         self.table.begin(row, same, len(prompt))
         self.rows.restart(row, prompt)
+        most = self.sampler.max_new_tokens
+        self.rows.capacities[row] = min(most, most + self.sampler.max_prompt_tokens - len(prompt))
         if key is not None:
             self.keys[row] = key
 

@@ -83,6 +83,7 @@ class Rows:
         self.versions = np.zeros(num_rows, int)  # results of segments for an earlier version are ignored
         self.starts = np.zeros(num_rows, int)  # first columns of the replies that are sampled
         self.limits = np.full(num_rows, num_columns)  # columns before which these replies end
+        self.capacities = np.full(num_rows, num_columns)  # columns that rows may fill: a longer prompt leaves fewer
         self.is_sampling = self.prompt_lengths > 0  # if not, the row waits for what follows its reply, or is over
         self.is_over = np.zeros(num_rows, bool)
         self.finished = np.zeros(num_rows, bool)
@@ -141,7 +142,7 @@ class Rows:
         start, stop = int(self.starts[row]), int(self.num_tokens[row])
         context = [*self.prompts[row], *self.tokens[row, :start].tolist()]
         columns = self.tokens[row, start:stop].copy(), self.logprobs[row, start:stop].copy()
-        return Turn(first_row + row, *columns, self.tokens.shape[1] - stop, is_truncated, context)
+        return Turn(first_row + row, *columns, int(self.capacities[row]) - stop, is_truncated, context)
 
     def last_tokens(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
         """Returns the last known token of each row."""

@@ -37,7 +37,7 @@ from jaxtyping import UInt32
 
 from core.chains.turns import Record, form_of
 from core.chat.models import ChatModelConfig, load_last, prompt_styles
-from core.sampler import Next, SamplingConfig, Scheduler, Turn, make_sampler
+from core.sampler import Next, SamplingConfig, Scheduler, make_sampler
 from envs.base import Env, Problem
 from envs.tools.calls import FORMS
 from models import decoder
@@ -210,19 +210,8 @@ class ServedRows(RequestedRows):
         self.prepare()
 
     def opening(self, row: int, asked: Asked) -> Next:
-        self.problems[row], self.episodes[row] = self.blank, Record(0, num_left=self.host.context)
+        self.problems[row], self.episodes[row] = self.blank, Record(0)
         return super().opening(row, asked)
-
-    def observation(self, row: int, outcome: Asked) -> Next | None:
-        following = super().observation(row, outcome)
-        if following is None:
-            return None
-        num_left = self.episodes[row].num_left - len(following.tokens)
-        return following._replace(limit=min(following.limit or num_left, num_left))
-
-    def on_end(self, turn: Turn) -> None:
-        num_left = self.host.context - len(turn.context) - len(turn.tokens)
-        super().on_end(turn._replace(num_left=num_left))
 
     def key_of(self, row: int) -> UInt32[np.ndarray, "2"]:
         asked = self.asked[row]
