@@ -199,14 +199,7 @@ class AgentConversations(RequestedRows):
     def prompts(self) -> list[tuple[int, Problem]]:
         return []  # programs ask
 
-    def sample(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        wait: Wait,
-    ) -> Completions:
+    def sample(self, sampler: Sampler, weights: Weights, _, keys: UInt32[np.ndarray, "B 2"], wait: Wait) -> Completions:
         """Samples until all programs have ended; returns their rows and those of forks."""
         rows = range(len(self.problems))
         self.longest_prompt = sampler.max_prompt_tokens
