@@ -232,7 +232,7 @@ def _search(terms: list[tuple[Fraction, str]], target: int, seen: set[tuple[Frac
 
 def set_split(numbers: tuple[int, ...]) -> str:
     """Returns the split of this set of numbers, in any order: a fifth is for test, a tenth for valid."""
-    return choose_split(repr(sorted(numbers)), 5)
+    return choose_split(repr(sorted(numbers)))
 
 
 def share_right_arithmetic(text: str) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class Replies:
         keys: UInt32[np.ndarray, "B 2"],
         stream: ScoringStream,
     ):
-        self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
+        self.env, self.tokenizer, self.layout, self.stream, self.keys = env, tokenizer, layout, stream, keys
         self.num_samples = len(keys) // len(problems)
         self.problems = [problem for problem in problems for _ in range(self.num_samples)]  # one for each row
         self.task_ids = np.repeat(task_ids, self.num_samples).tolist()

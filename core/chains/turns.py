@@ -21,13 +21,13 @@ from jaxtyping import Int, UInt32
 from core.chains.replies import Replies
 from core.records import Completions
 from core.sampler import Next, Sampler, Turn
-from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step
-from envs.scoring.scorer import NO_WAIT, GradedReplies, ScoringStream, WaitForMore
+from envs.base import DIALECTS, INLINE, Dialect, Problem, Reply, Step
+from envs.scoring.scorer import NO_WAIT, GradedReplies, WaitForMore
 from envs.scoring.worker import Failure, Outcome, Turns, heard, outcome_from_json, outcome_to_json
 from envs.tools.calls import FORMS, CallError, Form, calls_as_json
 from models.messages import REPLY, Message, Tool, is_begun, tool_schema
 from models.tokenizer import TURN, UNREAD, Tokenizer
-from utils.devices.sharding import JSON, Layout
+from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
 
 
@@ -147,25 +147,14 @@ class Conversations(Replies):
     """Episodes of a rollout: encoded observations, and rewards; rows are numbered over the prompts of all calls.
 
     Each process sends its share of the turns to the environment. Every process receives all observations, since all
-    compute the same rows. A row's sampling key seeds its episode. `games` seeds the opening that a group shares (None:
-    the key of the group's first sample).
+    compute the same rows. A row's sampling key seeds its episode; that of a group's first row seeds the opening that
+    all share.
     """
 
-    def __init__(
-        self,
-        env: Env,
-        tokenizer: Tokenizer,
-        layout: Layout,
-        problems: Sequence[Problem],
-        task_ids: Int[np.ndarray, "N"],
-        keys: UInt32[np.ndarray, "B 2"],
-        stream: ScoringStream,
-        games: UInt32[np.ndarray, "N 2"] | None = None,
-    ):
-        super().__init__(env, tokenizer, layout, problems, task_ids, keys, stream)
-        games = keys[:: self.num_samples] if games is None else games
-        games = np.repeat(games, self.num_samples, axis=0)
-        self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        seeds = list(map(seed_of, self.keys))
+        self.episodes = [Record(seed, seeds[row - row % self.num_samples]) for row, seed in enumerate(seeds)]
         self.unasked: set[int] = set()  # rows with a turn that was not sent to the environment
         self.failures: dict[int, Failure] = {}
         self.was_in_vain = False  # the last wait for late rows
@@ -255,12 +244,9 @@ class Conversations(Replies):
         self.unasked -= rows
 
     def observation(self, row: int, outcome: Outcome) -> Next:
-        """Returns the observation in an outcome."""
         episode, tokens, stop = self.episodes[row], [], "failed"
-        if isinstance(outcome, Failure):
-            self.failures[row] = outcome
-        else:
-            self.add_scores(row, outcome)
+        self.add_outcome(row, outcome)
+        if isinstance(outcome, Step):
             tokens = [] if outcome.done else self.encode(row, outcome)
             stop = "done" if outcome.done else "max_turns"
         if tokens and len(episode.replies) < self.env.max_turns:
@@ -290,8 +276,11 @@ class Conversations(Replies):
         )
         return bridge.after(episode.last_token)
 
-    def add_scores(self, row: int, step: Step) -> None:
-        """Adds the reward of a turn, and the environment's metrics."""
+    def add_outcome(self, row: int, step: Outcome) -> None:
+        """Adds the reward of a turn and the environment's metrics, or the failure of an episode."""
+        if isinstance(step, Failure):
+            self.failures[row] = step
+            return
         episode = self.episodes[row]
         episode.said = heard(episode.said, step)
         episode.scores["return"] += step.reward
@@ -305,10 +294,7 @@ class Conversations(Replies):
         """Requests the last rewards of truncated episodes; returns all rewards, None for failures, and their counts."""
         truncated = set(self.unasked)
         for row, outcome in self.ask(truncated, len(truncated)).items():
-            if isinstance(outcome, Failure):
-                self.failures[row] = outcome
-            else:
-                self.add_scores(row, outcome)
+            self.add_outcome(row, outcome)
         played = zip(self.task_ids, self.problems, self.episodes, strict=True)
         jobs = [(task, problem.messages + episode.conversation()) for task, problem, episode in played]
         least = {"return": 0.0, "correct_answer": 0.0}

@@ -61,7 +61,7 @@ class Calculator(Env):
             for _ in range(rng.randint(self.min_operations, self.max_operations)):
                 words += rng.choice(self.operators), str(rng.randint(1, self.max_number))
             expression = " ".join(words)
-            if (choose_split(expression, 5) == "test") == (self.split == "test"):
+            if (choose_split(expression) == "test") == (self.split == "test"):
                 value, _ = parse_arithmetic(expression)
                 return self.ask(expression, value)
         raise UserError(f"no expression of Calculator is left for the {self.split} split: raise max_number")

@@ -71,7 +71,7 @@ class Gridworld(Env):
             start, goal, *holes = rng.sample(range(self.size**2), self.num_holes + 2)
             lake = Lake(self.size, start, goal, frozenset(holes))
             text = format_map(lake, lake.start)
-            is_test = choose_split(text, 5) == "test"
+            is_test = choose_split(text) == "test"
             num_steps = distances(lake).get(lake.start, 0)
             if is_test == (self.split == "test") and self.min_steps <= num_steps <= max_steps:
                 prompt = PROMPTS[self.prompt].format(map=text, moves_per_turn=self.moves_per_turn)

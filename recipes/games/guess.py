@@ -62,7 +62,7 @@ class Guess(Env):
             size = rng.randint(self.min_size, self.max_size)
             low = rng.randint(1, self.max_number - size + 1)
             high = low + size - 1
-            if (choose_split(f"{low} {high}", 5) == "test") == (self.split == "test"):
+            if (choose_split(f"{low} {high}") == "test") == (self.split == "test"):
                 number = rng.randint(low, high)
                 prompt = PROMPTS[self.prompt].format(low=low, high=high, max_turns=self.max_turns)
                 return Problem([{"role": "user", "content": prompt}], Secret(low, high, number))

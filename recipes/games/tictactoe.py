@@ -64,7 +64,7 @@ class TicTacToe(Env):
             board = EMPTY
             for plies_left in range(rng.randint(0, self.max_plies), 0, -1):  # the last one by o
                 board = board.replace(rng.choice(free_cells(board)), "xo"[plies_left % 2])
-            is_test = choose_split(canonical(board), 5) == "test"
+            is_test = choose_split(canonical(board)) == "test"
             is_playable = final_reward(board) is None and minimax_value(board, "x") >= DRAW  # x can at least draw
             if is_test == (self.split == "test") and is_playable:
                 prompt = PROMPTS[self.prompt].format(board=format_board(board))

@@ -42,7 +42,7 @@ class Wordle(Env):
         check_choice("prompt", prompt, PROMPTS)
         if max_turns < 2:
             raise UserError("Wordle needs max_turns >= 2: correct --env_options")
-        self.words = [word for word in WORDS.read_text(encoding="utf-8").split() if choose_split(word, 5) == split]
+        self.words = [word for word in WORDS.read_text(encoding="utf-8").split() if choose_split(word) == split]
         self.max_turns = max_turns
         self.cost = cost
         self.message = {"role": "user", "content": PROMPTS[prompt].format(max_turns=max_turns)}

@@ -72,7 +72,7 @@ class SplitQuestions:
         return entry
 
     def is_asked(self, entry: Entry) -> bool:
-        return choose_split(entry["question"], 5) == self.split
+        return choose_split(entry["question"]) == self.split
 
 
 class ReasoningGym(Env):
