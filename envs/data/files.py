@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from utils.settings.errors import UserError, check_installed
+from utils.settings.errors import UserError, check_installed, describe_error
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 RawRow = dict[str, JSON]  # values of a row, by column
@@ -136,7 +136,7 @@ def read_csv(path: Path, separator: str) -> Located:
                 location, first = f"{path}:{first}", rows.line_num + 1
                 if not names:
                     names = values
-                    check_names(path, names)
+                    check_columns(path, names)
                 elif len(values) == len(names):
                     yield location, dict(zip(names, values, strict=True))
                 elif values:
@@ -153,18 +153,18 @@ def read_parquet(path: Path) -> Located:
     try:
         with open_file(path) as file:
             opened = pyarrow.parquet.ParquetFile(file)
-            check_names(path, opened.schema_arrow.names)
+            check_columns(path, opened.schema_arrow.names)
             rows = (row for batch in opened.iter_batches(BATCH, use_threads=False) for row in batch.to_pylist())
             for i, row in enumerate(rows, 1):
                 yield f"{path}, row {i}", without_nulls(row)
     except UserError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = describe_error(error)
         raise UserError(f"{path} is not a whole Parquet file ({reason}): correct it, or copy it again") from error
 
 
-def check_names(path: Path, names: list[str]) -> None:
+def check_columns(path: Path, names: list[str]) -> None:
     """Raises UserError if two columns have one name; columns without a name are not read."""
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"{path} has several columns {repeated!r}: give each a name of its own")

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from envs.data.files import Located, read_file
-from utils.settings.errors import UserError, is_installed
+from utils.settings.errors import UserError, describe_error, is_installed
 
 JSON_KINDS = (".jsonl", ".json", ".ndjson")  # are read together
 KINDS = (".parquet", *JSON_KINDS, ".csv")  # files of rows; the first of equally frequent kinds is read
@@ -36,7 +36,7 @@ def read_by_datasets(name: str, config: str, split: str) -> Located:
     try:
         rows = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # noqa: BLE001 (of the many kinds that it raises)
-        reason = " ".join(str(error).split())[:200]
+        reason = describe_error(error)
         raise UserError(f"the package datasets cannot read the split {split} of {name} ({reason})") from error
     for i, row in enumerate(rows, 1):
         yield f"{name}, row {i}", row

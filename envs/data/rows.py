@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from envs.data.files import JSON, NOT_UTF8, Located, RawRow, read_file
 from envs.data.hub import read_split
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import UserError, counted, describe_error
 
 SKIP = "or skip malformed rows with skip_bad_rows=true in --env_options"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
@@ -154,7 +154,7 @@ def read_source(name: str, source: Source, data_dir: str) -> tuple[str, Located]
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (those of the hub's client and of its network libraries)
-        reason = " ".join(str(error).split())[:200]
+        reason = describe_error(error)
         raise UserError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
 
 

@@ -158,7 +158,7 @@ def test_other_data_sets_are_read_by_the_package_datasets(tmp_path, monkeypatch)
     def load_dataset(*names: str, split: str) -> list[dict]:
         asked.append((*names, split))
         if split == "none":
-            raise ValueError("no such split")
+            raise KeyError("no such split")
         return [{"prompt": f"{i}?", "answer": str(i)} for i in range(3)]
 
     # The package is not installed for tests.
@@ -167,7 +167,7 @@ def test_other_data_sets_are_read_by_the_package_datasets(tmp_path, monkeypatch)
     env = Dataset("test", path=str(tmp_path), test_path=f"{folder}:small", test_hub_split="validation")
     assert [env.problem(i).answer["answer"] for i in range(3)] == ["0", "1", "2"]
     assert asked == [(str(folder), "small", "validation")]
-    with pytest.raises(UserError, match="datasets cannot read the split none of .*main .no such split.$"):
+    with pytest.raises(UserError, match="datasets cannot read the split none of .*main .KeyError: 'no such split'.$"):
         Dataset("test", path=str(tmp_path), test_path=str(folder), test_hub_split="none")
 
 
