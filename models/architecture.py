@@ -167,7 +167,6 @@ class Decoder:
 
     @property
     def layer_numbers(self) -> LayerNumbers:
-        """The numbers of the layers."""
         return tuple(range(self.num_hidden_layers))
 
     def layers_with(self) -> dict[str, list[int]]:

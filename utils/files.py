@@ -73,6 +73,5 @@ def read_arrays(path: str | Path, needed: Collection[str] = ()) -> dict[str, np.
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Writes indented JSON."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -228,7 +228,6 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices that the devices are of."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
