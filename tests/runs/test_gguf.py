@@ -145,10 +145,6 @@ def with_metadata(name: str, value: object, kind: str) -> Edit:
     return edit
 
 
-def without_metadata(name: str) -> Edit:
-    return lambda writer: writer.kv_data[0].pop(name)
-
-
 REFUSED = {
     "lacks tensor blk.0.attn_q.weight": without_tensor,
     "has tensor blk.0.ffn_gate_exps.weight": with_tensor("blk.0.ffn_gate_exps.weight", 2, 2),
@@ -156,7 +152,7 @@ REFUSED = {
     "holds NaN or infinity": with_tensor("output_norm.weight", 48, value=np.nan),
     "are not the factors of Llama 3.1": with_tensor("rope_freqs.weight", 4, value=2.0),
     "its architecture is 'gpt2'": with_metadata("general.architecture", "gpt2", "STRING"),
-    "has no llama.block_count": without_metadata("llama.block_count"),
+    "has no llama.block_count": lambda writer: writer.kv_data[0].pop("llama.block_count"),
     "llama.rope.dimension_count is 4": with_metadata("llama.rope.dimension_count", 4, "UINT32"),
     "llama.attention.sliding_window is 8, which is": with_metadata("llama.attention.sliding_window", 8, "UINT32"),
     "llama.logit_scale is 0.5, which is not read": with_metadata("llama.logit_scale", 0.5, "FLOAT32"),
