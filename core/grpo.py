@@ -317,7 +317,7 @@ def prepare(config: Config, run: Run, workers: Workers, learner: Learner, state:
         from core.extensions.teacher import teacher_programs
 
         programs.append(teacher_programs(learner, state))
-    run.log.compile(programs, True)
+    run.log.compile(programs)
 
 
 if __name__ == "__main__":

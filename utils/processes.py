@@ -1,7 +1,8 @@
 """Runs code that may hang, grow or die in processes of its own, and ends all that such code starts.
 
     lane = Lane("module:function", setup)
-    answer = lane.ask(request, seconds=10)  # or Dead, with the reason
+    lane.send(request)
+    answer = lane.answer(seconds=10)  # or Dead, with the reason
     lane.close()
 
     this process -- socket --> keeper --> worker: function(setup, requests), a generator that yields the answers
@@ -66,11 +67,6 @@ class Lane:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         self.send(setup)
-
-    def ask(self, request: object, seconds: float) -> Any:
-        """Returns the answer to a request, or Dead; then the process has ended."""
-        self.send(request)
-        return self.answer(seconds)
 
     def send(self, request: object) -> None:
         """Sends a request. If the process does not take it, `answer` returns the reason."""
@@ -150,7 +146,7 @@ def guard(end: socket.socket, max_memory: int, is_over: threading.Event) -> None
     hangup = select.poll()
     hangup.register(end, 0)
     while not hangup.poll(1000 * MEMORY_INTERVAL):
-        if tree_memory(os.getpid()) > max_memory:
+        if tree_memory() > max_memory:
             is_over.set()
             break
     else:
@@ -251,10 +247,10 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def tree_memory(pid: int) -> int:
-    """Returns the bytes in memory of a process and its descendants, shared pages by parts; 0 if there is no /proc."""
+def tree_memory() -> int:
+    """Returns the bytes in memory of this process and its descendants, shared pages by parts; 0 without /proc."""
     total = 0
-    for each in (pid, *descendant_pids(pid)):
+    for each in (os.getpid(), *descendant_pids(os.getpid())):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
             total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))

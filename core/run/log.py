@@ -68,15 +68,12 @@ class Log:
             yield
         self.times[f"times/{name}"] = time.perf_counter() - clock
 
-    def compile(self, lists: Sequence[Programs], are_all: bool) -> None:
-        """Compiles the programs of the run ahead of its steps, and prints how many they are and how long that took.
-
-        `are_all`: no other is needed, so that a later step warns of each that it compiles.
-        """
+    def compile(self, lists: Sequence[Programs]) -> None:
+        """Compiles all programs of the run ahead of its steps, and prints how many they are and how long that took."""
         clock = time.perf_counter()
         with waiting("programs"):
             notes = compile_programs(lists)
-        self.compilations.are_all_known = are_all and not notes
+        self.compilations.are_all_known = not notes
         self.ahead += self.compilations.take_programs()
         self.folder.print(*notes, describe_programs(self.ahead, time.perf_counter() - clock))
 

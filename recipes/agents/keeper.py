@@ -164,7 +164,7 @@ def takes_more(num_bytes: int) -> bool:
     for each in (os.getpid(), *descendant_pids(os.getpid())):
         with contextlib.suppress(OSError):
             pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") > num_bytes and tree_memory(os.getpid()) > num_bytes
+    return pages * os.sysconf("SC_PAGE_SIZE") > num_bytes and tree_memory() > num_bytes
 
 
 class Tail:

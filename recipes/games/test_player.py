@@ -40,8 +40,7 @@ def test_documents_are_what_a_run_sees(name, writer):
             keys = np.uint32([[0, random.Random(i).getrandbits(32)]])
             with ScoringStream(scorer) as stream:
                 arguments = game.env, writer.tokenizer, single_device(), [problem], np.array([i]), keys, stream
-                num_prompt_tokens = len(writer.tokenizer.chat(problem.messages))
-                tokens = play(Conversations(*arguments), document, num_prompt_tokens)
+                tokens = play(Conversations(*arguments), document, len(writer.tokenizer.chat(problem.messages)))
             assert document.ids[: len(tokens)] == tokens
             assert TURN_WEIGHT not in document.weights[len(tokens) :], "what is said to the last turn that is allowed"
 

@@ -388,10 +388,7 @@ def test_a_reward_function_is_added(rows):
     assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
 
 
-GYMS = ["Countdown", "Countdown5", "SkyCountdown", "AsyncCountdown"]
-
-
-@pytest.mark.parametrize("name", GYMS)
+@pytest.mark.parametrize("name", ["Countdown", "Countdown5", "SkyCountdown", "AsyncCountdown"])
 def test_objects_with_steps(rows, name):
     env = dataset(rows, name)
     problem = env.problem(0)

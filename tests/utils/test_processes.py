@@ -14,7 +14,8 @@ TARGET = "tests.hostile:obey"
 def test_requests_are_answered_in_order():
     lane = Lane(TARGET, {"setup": (1, 2)})
     assert lane.answer(60) == {"setup": [1, 2]}
-    assert lane.ask("ok", 60) == "ok"
+    lane.send("ok")
+    assert lane.answer(60) == "ok"
     lane.send("ok")
     lane.send("raise")
     assert [lane.answer(60), lane.answer(60)] == ["ok", "of the reward"]
@@ -41,6 +42,7 @@ def test_a_lane_tells_how_it_ended(way, seconds, dead):
     lane = Lane(TARGET, None, max_memory=3 * MEMORY)
     assert lane.answer(60) is None
     pids = descendant_pids(lane.process.pid)
-    assert lane.ask(way, seconds) == dead
+    lane.send(way)
+    assert lane.answer(seconds) == dead
     wait_until_gone(lane.process.pid, *pids)
     lane.close()
