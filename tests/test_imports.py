@@ -336,16 +336,16 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 23799,
-    "lines that core/grpo.py reaches": 15998,
+    "lines of the main floor": 23779,
+    "lines that core/grpo.py reaches": 15986,
     "files that core/grpo.py reaches": 96,
-    "lines of tests": 25073,
+    "lines of tests": 25071,
     "lines of bench": 5692,
-    "lines of Python": 63155,
+    "lines of Python": 63115,
     "options": 131,
     "lines of the longest class": 248,
 }
-LOADED = {"files": 113, "lines": 16664}  # of the house, by a run of a step with evaluation and saving
+LOADED = {"files": 113, "lines": 16630}  # of the house, by a run of a step with evaluation and saving
 
 
 def num_lines(path: Path) -> int:
