@@ -88,6 +88,7 @@ def lognormal(num_groups: int, group_size: int, mean: float, sigma: float, limit
         ((16, 8, 280, 0.3, 400), 656, 128, 1, True, 2, 0.06),
         ((256, 8, 1500, 0.75, 8192), 8448, 256, 8, True, 2, 0.10),
         ((64, 8, 830, 0.8, 4096), 4352, 512, 1, False, 3, 0.05),
+        ((64, 1, 30, 2.6, 8192), 8448, 64, 1, True, 2, 0.55),  # short rows, and a few that small shapes do not hold
     ],
 )
 def test_little_is_padding(rows, longest, most_rows, shards, skips_padding, num_shapes, most_padding):
@@ -107,9 +108,6 @@ def test_shapes_follow_from_limits():
     assert choose_shapes(1024, 224, 64, False) == ((9, 224, 1024), (16, 128, 1024), (32, 64, 1024))
     assert choose_shapes(1024, 50, 4, False) == ((4, 64, 256),), "no more than an optimizer batch has"
     assert choose_shapes(100, 2000, 8, True) == ((1, 2016, 2016), (1, 2016, 512)), "any row fits"
-    few = random_sizes(12)._replace(lengths=np.array([40, *[16] * 47]), prompt_lengths=np.full(48, 8))
-    plan = plan_microbatches(few, [MicrobatchShape(12, WIDTH, 2048), MicrobatchShape(6, WIDTH, 32)], 1)
-    assert {shape.num_packed for _, shape in plan} == {2048}, "small ones, however many, cannot hold the long row"
     with pytest.raises(ValueError, match="a row has 57 tokens, more than the 32"):
         plan_microbatches(random_sizes(12), choose_shapes(64, 32, 4, True), 1)
 
