@@ -140,8 +140,8 @@ def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: 
 def plan_microbatches(sizes: RowSizes, shapes: Sequence[MicrobatchShape], shards: int) -> list[Microbatch]:
     """Puts all rows into the cheapest micro-batches of these shapes, equally full, with prompts shared.
 
-    Each width, longest first, gets as many micro-batches as the rows need that are longer than the next width. Shorter
-    rows fill the room that is left. Raises: ValueError for a row that is longer than the longest width.
+    Each width, longest first, gets as many micro-batches as the rows need that are longer than the next width, of
+    shapes that hold any of them. Shorter rows fill the room that is left. Raises: ValueError for a row longer than all.
     """
     if (longest := int(sizes.lengths.max())) > shapes[0].width:
         raise ValueError(f"a row has {longest} tokens, more than the {shapes[0].width} columns that are compiled")
@@ -151,7 +151,7 @@ def plan_microbatches(sizes: RowSizes, shapes: Sequence[MicrobatchShape], shards
     plan = []
     widths = [*dict.fromkeys(shape.width for shape in shapes), -1]
     for width, narrower in itertools.pairwise(widths):
-        of_width = [shape for shape in shapes if shape.width == width]
+        of_width = [shape for shape in shapes if shape.width == width and shape.num_packed >= min(longest, width)]
         is_needed = is_left & (sizes.lengths > narrower)
         needed = sizes.select(np.flatnonzero(is_needed))
         groups_left = select_groups(groups, is_needed, sizes) + select_groups(groups, is_left & ~is_needed, sizes)

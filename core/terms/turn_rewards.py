@@ -41,18 +41,18 @@ def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[
     """Returns the reward of each turn, in the column of the turn's last token; 0 elsewhere.
 
     The last turn also gets what the episode earned beside the rewards of its turns. The turns are those of the
-    rollout's first row; each other row gets the whole reward with its last turn.
+    rollout's first row; each other row gets the whole reward with its last turn. So does a row that has lost turns: a
+    program did not get them, or their stop text came first.
     """
     mask = episodes.completions.mask
-    behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
-    is_last = mask & ~behind
+    is_last = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
     by_token = np.zeros(mask.shape, np.float32)
     of_turns = dict(zip(episodes.first_rows.tolist(), episodes.turn_rewards, strict=True))
     for row in range(len(mask)):
         columns = np.flatnonzero(is_last[row])
         if not columns.size:  # its program failed before it got a reply
             continue
-        earned = of_turns.get(row, [])
+        earned = of_turns.get(row, [])[: columns.size]
         by_token[row, columns[: len(earned)]] = earned
         by_token[row, columns[-1]] += rewards[row] - np.float32(sum(earned))
     return by_token

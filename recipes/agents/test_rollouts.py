@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from core.config import Config  # noqa: E402
-from core.grpo import main  # noqa: E402
+from core.grpo import main, rollout_batch  # noqa: E402
 from core.records import Episodes  # noqa: E402
 from core.rollout import RolloutWorker, make_worker  # noqa: E402
 from core.sampler import SamplingConfig  # noqa: E402
@@ -238,6 +238,8 @@ def test_rows_hold_the_replies_that_programs_got(play):
         replies = said[0].rpartition("Guess")[2].partition("assistant")[2] if said[1] else ""
         assert not set(replies) & set("1357"), (row, row in last, tokenizer.hf.decode(tokens))
     assert not episodes.failed.any()
+    batch = rollout_batch(episodes, Config())
+    np.testing.assert_array_equal(batch.token_rewards.sum(axis=1), 0.5 * batch.mask.any(axis=1))
 
 
 def test_a_full_context_is_told_and_the_reward_still_counts(play):

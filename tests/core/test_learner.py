@@ -67,8 +67,7 @@ CHANGES = {
 def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     gradient, metrics = update(CHANGES[change](random_batch()))
     assert_same_gradient(gradient, plain_gradient(random_params(), random_batch()))
-    norm = optax.tree.norm(gradient)
-    assert_close(metrics["grad_norm"], norm, GRADIENT)
+    assert_close(metrics["grad_norm"], optax.tree.norm(gradient), GRADIENT)
     assert 0.2 < metrics["clip_fraction"] < 0.8
     assert metrics["inference_recompute/ratio"] != 1
 
@@ -101,8 +100,7 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     monkeypatch.setattr(records, "EXTRAS", {"of_row": Int[Array, "B"], "of_token": Float[Array, "B T"]})
     zeros, _ = zero_batch(make_learner(), MicrobatchShape(8, 64, 256))
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
-    B = len(zeros)
-    assert found == {"of_row": ((B,), "int32"), "of_token": ((B, 64), "float32")}
+    assert found == {"of_row": ((len(zeros),), "int32"), "of_token": ((len(zeros), 64), "float32")}
 
 
 def test_another_coefficient_compiles_nothing():
@@ -231,8 +229,7 @@ def test_first_ratio_is_one_if_sampling_is_truncated(cut):
         assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
         assert metrics["grad_norm"] > 0.01
     whole = learner.compute_outputs(random_params(), replace(batch, support=None)).logprobs
-    found = np.abs(whole - batch.sample_logprobs)[batch.mask].max()
-    assert found > 0.01, "without the support it would not be"
+    assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
 
 
 @pytest.mark.parametrize(

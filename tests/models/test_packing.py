@@ -88,6 +88,7 @@ def lognormal(num_groups: int, group_size: int, mean: float, sigma: float, limit
         ((16, 8, 280, 0.3, 400), 656, 128, 1, True, 2, 0.06),
         ((256, 8, 1500, 0.75, 8192), 8448, 256, 8, True, 2, 0.10),
         ((64, 8, 830, 0.8, 4096), 4352, 512, 1, False, 3, 0.05),
+        ((64, 1, 30, 2.6, 8192), 8448, 64, 1, True, 2, 0.55),  # short rows, and a few that small shapes do not hold
     ],
 )
 def test_little_is_padding(rows, longest, most_rows, shards, skips_padding, num_shapes, most_padding):
