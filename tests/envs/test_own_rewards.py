@@ -171,7 +171,7 @@ def test_rewards_are_added_by_weight_and_each_is_logged(folder):
         "own": 3,
         "short": 1,
         "sweet": 2,
-        "return": 2 + 0.2 * 0.5 - 3,
+        "return": pytest.approx(2 + 0.2 * 0.5 - 3),
     }
     assert second["shortest"] == 0
     assert np.isclose(second["return"], -1)

@@ -93,9 +93,9 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        fail(str(error))
+        fail(str(error.with_traceback(None)))  # with its frames it would keep the lock of a run's folder
     except OSError as error:
-        fail(describe_file_error(error))
+        fail(describe_file_error(error.with_traceback(None)))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
