@@ -123,7 +123,6 @@ class Learner:
 
         `episodes` are those of the rows; a teacher reads their texts.
         """
-        objective = self.config.objective
         if not len(batch):
             return state, batch
         every_row = np.arange(len(batch))
@@ -134,7 +133,7 @@ class Learner:
                 batch = replace(batch, old_logprobs=outputs.logprobs, values=outputs.values, entropies=outputs.entropy)
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
-            if objective.kl.kl_coef:
+            if self.reference is not None:
                 outputs = self.compute_outputs(self.reference, replace(batch, routes=None))  # by its own router
                 batch = replace(batch, ref_logprobs=outputs.logprobs)
         return state, batch
@@ -379,9 +378,7 @@ def make_learner(
     optimizer = make_optimizer(config.optimizer, objective.has_critic)
     if config.memory.offload:
         check_offload(layout.mesh)
-    reference = None
-    if objective.kl.kl_coef > 0:
-        reference = copy_policy(base, params, model.dtype)
+    reference = copy_policy(base, params, model.dtype) if objective.kl.kl_coef > 0 else None
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}
     state = init_state(params, optimizer)

@@ -167,6 +167,7 @@ class Env:
     tokens_per_turn: int = 0  # limit of a turn, if there are several, in tokens; 0: none
     takes_ids: bool = False  # texts to grade carry their token ids: `Text`
     takes_groups: bool = False  # one call of `score_group` grades all replies to a problem
+    distinct_rows: Sequence[Any] = ()  # of a data set; training and held-out problems must not share any
     opens: bool = False  # each episode writes its own prompt, its `opening`; the problem does not
     dialect: str = ""  # form of tool calls, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an answer is forced; -1: never

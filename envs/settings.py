@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -94,10 +94,7 @@ class EnvConfig:
         return {"env_options": text_of({key: value for key, value in given.items() if key in names})}
 
     def options(self, name: str) -> Options:
-        """Returns the options of an environment, as --env_options and other flags set them.
-
-        A test environment of another kind inherits style, files that it reads, and rewards if it has no grader.
-        """
+        """Returns an environment's options; one of another kind inherits style, files, rewards if it has no grader."""
         names = option_names(name)
         flags = {key: getattr(self, key) for key in FILES if key in names and getattr(self, key)}
         options = parse_options(self.env_options) | flags
@@ -197,9 +194,8 @@ class RolloutSettings:
         return ", ".join(filter(None, facts))
 
 
-def describe_environments(environments: Iterable[RolloutSettings]) -> list[str]:
+def describe_environments(environments: Collection[RolloutSettings]) -> list[str]:
     """Returns how environments are played, alike ones on a line, and each fact on their rows once."""
-    environments = list(environments)
     names: dict[str, list[str]] = {}
     for played in environments:
         names.setdefault(played.manner, []).append(played.label)
@@ -222,6 +218,15 @@ def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, sampling: A
     limits = training.max_new_tokens, training.force_answer_at
     environments = {"env": training} | by_role(resolve_held_out(config, held_out.test_env_name, *limits))
     check_files(config, [settings.name for settings in environments.values()])
+    for test in environments.values():
+        if test.written and test.env.distinct_rows:  # perhaps of another file than --env_options names
+            from envs.data.splits import remove_overlap
+
+            if num_seen := remove_overlap(training.env.distinct_rows, test.env.distinct_rows)[1]:
+                raise UserError(
+                    f"--test_env_name {test.label} has problems of {num_seen:,} rows that are trained on: remove these "
+                    "rows, or give its test_path in --env_options, which removes them"
+                )
     return environments
 
 
@@ -308,10 +313,7 @@ def forced_answer(env: Env) -> ForcedAnswer:
 def check_files(config: EnvConfig, names: Iterable[str]) -> None:
     """Raises UserError for a flag of FILES that none of the environments takes."""
     for flag in FILES:
-        is_taken = any(flag in option_names(name) for name in names)
-        if getattr(config, flag) and not is_taken:
+        if getattr(config, flag) and not any(flag in option_names(name) for name in names):
             named = ", ".join(names) or "an empty --env_name"
             remedy = ", or give --env_name dataset" if flag in CODE else ""
-            raise UserError(
-                f"--{flag} {getattr(config, flag)}: no environment of {named} takes it: remove it{remedy}"
-            )
+            raise UserError(f"--{flag} {getattr(config, flag)}: no environment of {named} takes it: remove it{remedy}")

@@ -33,14 +33,11 @@ def split_rows(
     prompts = [(json.dumps(row.prompt), i * by_row) for i, row in enumerate(rows)]
     ranked = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt[0].encode()))
     num_prompts = len(ranked)
-    divisors = {"test": one_in, "valid": 2 * one_in}
-    by_split = {}
-    if tests is not None:
-        by_split["test"] = tests
-        del divisors["test"]
-    for name, divisor in divisors.items():
-        size = max(round(num_prompts / divisor), 1)
-        size = min(size, len(ranked) - 1)
+    by_split = {} if tests is None else {"test": tests}
+    for name, divisor in {"test": one_in, "valid": 2 * one_in}.items():
+        if name in by_split:
+            continue
+        size = min(max(round(num_prompts / divisor), 1), len(ranked) - 1)
         held_out, ranked = set(ranked[:size]), ranked[size:]
         by_split[name] = [row for row, prompt in zip(rows, prompts, strict=True) if prompt in held_out]
     trained = set(ranked)

@@ -94,12 +94,11 @@ class Dataset(Env):
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.makes_prompts)
             self.note += selected
-        self.num_tasks = len(self.rows)
+        self.num_tasks, self.distinct_rows = len(self.rows), [] if self.makes_prompts else self.rows
         if not self.has_reward:
             check_installed("math_verify", "comparing answers, as without --reward,")
         if reward:
-            first = self.rows[0].answer
-            self.rewards.check(first, has_environments=self.opens)
+            self.rewards.check(self.rows[0].answer, has_environments=self.opens)
             self.takes_ids = self.rewards.takes_ids
             self.takes_groups = self.rewards.takes_groups and not self.opens
             if self.opens and self.rewards.takes_groups:
@@ -126,9 +125,8 @@ class Dataset(Env):
         try:
             has_steps, self.tools, pays = self.adapter.traits()
         except (Exception, SystemExit) as error:
-            reason = describe_error(error)
             raise UserError(
-                f"objects of --episode {episode} cannot be made or reset ({reason}): correct the class"
+                f"objects of --episode {episode} cannot be made or reset ({describe_error(error)}): correct the class"
             ) from error
         self.opens = self.makes_prompts = True
         self.dialect = "" if has_steps else settings.dialect

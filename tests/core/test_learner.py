@@ -288,6 +288,8 @@ def test_the_kl_is_that_to_the_reference():
     assert_close(metrics["kl"], np.mean(np.exp(-x) + x - 1), SCORES, SURPRISE * np.exp(-x).mean())
     _, metrics, _ = train_step(replace(learner, reference=random_params()), first_state(learner), random_batch())
     assert_close(metrics["kl"], 0, 2, size=1)  # exp(-x) + x - 1
+    paused = replace(learner, reference=reference, config=with_options(learner.config, kl_coef=0.0))
+    assert paused.add_logprobs(first_state(learner), batch)[1].ref_logprobs is not None, "a schedule passes through 0"
 
 
 @pytest.mark.parametrize(("lr_schedule", "num_live", "expected"), [("linear", 8, 6), ("cosine", 4, 3)])

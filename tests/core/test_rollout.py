@@ -199,15 +199,7 @@ def test_the_forced_text_follows_form_and_thinking(name, form, style):
         is_open = OPENINGS[style] and "</think>" not in reply and expected
         assert answer.text_after(reply) == (REPLIES[form][0][1] if is_open else expected), (opening, reply)
     assert answer.text_after("so").startswith("</think>") == OPENINGS[style]
-    reply = (
-        "so"
-        + answer.text_after("so")
-        + {
-            "tags": "5</answer>",
-            "boxed": "5}",
-            "hash": "5",
-        }[form]
-    )
+    reply = "so" + answer.text_after("so") + {"tags": "5</answer>", "boxed": "5}", "hash": "5"}[form]
     assert settings.env.answer(reply) == "5", "what is forced is what the environment reads"
 
 
@@ -220,15 +212,13 @@ def test_facts_on_rows_are_said_once(tmp_path):
     assert lines[1:] == ["dataset: 40 problems; 34 to train on; 2 in the valid split; 4 in the test split"]
     lines = describe_environments(settings_of("dataset", **flags, test_env_options=f"test_path={tmp_path}/other.jsonl"))
     assert lines[2:] == ["dataset: 7 problems"], "of another file"
+    with pytest.raises(ValueError, match=r"--test_env_name .* has problems of 34 rows that are trained on: remove"):
+        settings_of("dataset", **flags, test_env_options=f"test_path={tmp_path}/train.jsonl")
 
 
 def test_nothing_is_forced_if_no_form_is_given_or_shown(tmp_path):
     path = tmp_path / "rows.jsonl"
-    starts = {
-        "Name a river.": "",
-        "End with \\boxed{ANSWER}.": "\\boxed{",
-        "Write <answer>X</answer>.": "<answer>",
-    }
+    starts = {"Name a river.": "", "End with \\boxed{ANSWER}.": "\\boxed{", "Write <answer>X</answer>.": "<answer>"}
     for prompt, start in starts.items():
         path.write_text("".join(json.dumps({"prompt": f"{i} {prompt}", "answer": "5"}) + "\n" for i in range(30)))
         flags = {"env_options": f"path={path}"}

@@ -46,8 +46,8 @@ class CheckpointManager:
 
         for name in ("absl", "asyncio"):  # which print the tracebacks of errors that Orbax raises as well
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        hook = sys.unraisablehook  # not for threads of tensorstore, which report to a loop that Orbax has closed
-        sys.unraisablehook = lambda x: None if str(x.exc_value) == "Event loop is closed" else hook(x)
+        hook, told = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading array")
+        sys.unraisablehook = lambda x: None if str(x.exc_value).startswith(told) else hook(x)  # reads that Orbax left
         # Of an array that several devices hold, each would write a slice, which XLA compiles for each shape.
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=self.layout.mesh.is_multi_process)
         ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
