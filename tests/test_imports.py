@@ -336,12 +336,12 @@ def test_importing_a_file_does_nothing():
 
 # Budgets: sizes that may fall and must not rise. Whoever adds lines takes others away; whoever takes away lowers them.
 BUDGETS = {
-    "lines of the main floor": 23779,
+    "lines of the main floor": 23774,
     "lines that core/grpo.py reaches": 15986,
     "files that core/grpo.py reaches": 96,
-    "lines of tests": 25071,
+    "lines of tests": 25067,
     "lines of bench": 5692,
-    "lines of Python": 63115,
+    "lines of Python": 63106,
     "options": 131,
     "lines of the longest class": 248,
 }
