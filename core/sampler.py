@@ -203,8 +203,8 @@ class Sampler:
     ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
         """Returns how many of the new tokens belong to a reply, and True if the last of them ends it."""
         is_stop = np.isin(tokens, self.stop_ids)
-        for row, stops in rows.stops.items():
-            is_stop[drawn == row] |= np.isin(tokens[drawn == row], stops.ids)
+        for i, row in enumerate(drawn.tolist() if rows.stops else ()):
+            is_stop[i] |= np.isin(tokens[i], rows.stops.get(row, Stops()).ids)
         num_before = np.hstack([is_stop, np.ones((len(drawn), 1), bool)]).argmax(axis=1)
         has_stop, counts = num_before < counts, np.minimum(num_before + 1, counts)
         for i, row in enumerate(drawn.tolist() if self.stop_strings or rows.stops else ()):

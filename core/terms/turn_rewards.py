@@ -41,8 +41,8 @@ def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[
     """Returns the reward of each turn, in the column of the turn's last token; 0 elsewhere.
 
     The last turn also gets what the episode earned beside the rewards of its turns. The turns are those of the
-    rollout's first row; each other row gets the whole reward with its last turn. So does a row that has lost turns: a
-    program did not get them, or their stop text came first.
+    rollout's first row; each other row gets the whole reward with its last turn. A row may have lost turns: a program
+    did not get them, or their stop text came first. What is left of the rewards goes to its last turn then.
     """
     mask = episodes.completions.mask
     is_last = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]

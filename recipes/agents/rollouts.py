@@ -199,7 +199,9 @@ class AgentConversations(RequestedRows):
     def prompts(self) -> list[tuple[int, Problem]]:
         return []  # programs ask
 
-    def sample(self, sampler: Sampler, weights: Weights, _, keys: UInt32[np.ndarray, "B 2"], wait: Wait) -> Completions:
+    def sample(
+        self, sampler: Sampler, weights: Weights, _: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"], wait: Wait
+    ) -> Completions:
         """Samples until all programs have ended; returns their rows and those of forks."""
         rows = range(len(self.problems))
         self.longest_prompt = sampler.max_prompt_tokens
@@ -260,8 +262,7 @@ class AgentConversations(RequestedRows):
             else:
                 self.episodes[row].scores.update(outcome)
         for episode in self.episodes:
-            num_before = len(episode.replies) - 1
-            episode.turn_rewards = [*[0.0] * num_before, float(episode.scores["return"])]
+            episode.turn_rewards = [*[0.0 for _ in episode.replies[1:]], float(episode.scores["return"])]
         return super().finish()
 
     def records(self, completions: Completions) -> dict[str, Any]:

@@ -134,8 +134,7 @@ def test_a_tpu_gets_the_options_that_its_compiler_knows(given, tmp_path, monkeyp
 
 def fetch_on_two_processes() -> None:
     """Asserts that one program fetches all rows, of which each process holds a part, and nothing else."""
-    layout, programs = make_layout(DeviceConfig("fsdp")), []
-    jit = jax.jit
+    layout, programs, jit = make_layout(DeviceConfig("fsdp")), [], jax.jit
 
     def listed(f: Callable, **options: NamedSharding) -> Callable:
         return lambda x: programs.append([a.shape for a in x.values()]) or jit(f, **options)(x)
